@@ -1,25 +1,24 @@
-"""The accumulated step is the large batch's, whatever the cut."""
+"""An accumulated step: what it reports, saves, leaves out and refuses.
+
+That it is the large batch's, whatever the cut, is the law of `tests/fuzzing/steps.py`.
+"""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.support.large_steps import (
     EXACT,
-    MODELS,
-    OPTIMIZERS,
     Data,
     accumulate,
     difference,
@@ -40,110 +39,49 @@ from torchbudget import (
 from torchbudget.errors import OptionError, StateError, StepError
 
 
-@st.composite
-def cuts(draw: st.DrawFn, *, most: int = 24) -> list[list[int]]:
-    """Rows of a large batch, in any order, in micro-batches of any sizes."""
-    n = draw(st.integers(1, most))
-    rows = draw(st.permutations(range(n)))
-    ends = sorted(draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
-    return [rows[a:b] for a, b in zip([0, *ends], [*ends, n], strict=True)]
-
-
-@pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=8)
-@given(
-    optimizer=st.sampled_from(list(OPTIMIZERS)),
-    cut=cuts(),
-    clipped=st.booleans(),
-    mean=st.booleans(),
-    divisor=st.sampled_from([1, 64, 3]),
-)
-def test_five_steps_are_those_of_the_large_batch(
-    name: str, optimizer: str, cut: list[list[int]], clipped: bool, mean: bool, divisor: float
-) -> None:
-    """Law 6: parameters after five steps differ by at most 1e-12, clipped or not, of any cut."""
-    rows = sum(map(len, cut))
-    model, large = make_model(name), make_model(name)
-    max_norm = 0.1 if clipped else None
-    mine, theirs = (OPTIMIZERS[optimizer](m.parameters()) for m in (model, large))
-    accumulator = GradAccumulator(
-        mine, model, steps=len(cut), max_norm=max_norm, mean=mean, divisor=divisor
-    )
-    for number in range(5):
-        data = Data.make(rows, seed=number)
-        large_step(large, theirs, data, max_norm)
-        for part in cut:
-            piece = data[part]
-            with accumulator.micro_batch(weight=piece.weight):
-                loss = loss_sum(model, piece)
-                accumulator.backward(loss / piece.weight if mean else loss)
-        assert accumulator.stepped
-        assert accumulator.last.weight == data.weight
-    assert difference(model, large) <= EXACT
-
-
-def test_what_a_step_reports() -> None:
-    """Loss, weight, norm and numbers are those of the large batch; a step may end by hand."""
-    model, large = make_model("CNN"), make_model("CNN")
-    data = Data.make(12)
-    accumulator = GradAccumulator(sgd(model), model, max_norm=math.inf)
-    accumulate(accumulator, model, parts_of(data, 4))
-    assert not accumulator.stepped
-    accumulator.step()
-    loss = loss_sum(large, data) / data.weight
-    loss.backward()
-    norm = nn.utils.get_total_norm([p.grad for p in large.parameters()])
-    step = accumulator.last
-    assert step.loss == pytest.approx(loss.item(), rel=EXACT)
-    assert step.gradient_norm == pytest.approx(norm.item(), rel=EXACT)
-    numbers = (step.number, step.weight, step.micro_batches, step.skipped)
-    assert numbers == (1, data.weight, 3, False)
-    with accumulator.micro_batch(weight=data.weight, last=True):
-        accumulator.backward(loss_sum(model, data))
-    assert accumulator.last.number == 2
-
-
 def test_a_state_is_plain_and_between_steps() -> None:
-    """Resumed equals uninterrupted; the middle of a step is refused, and says where to save."""
-    model, pieces = make_model("CNN"), parts_of(Data.make(32), 4)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    accumulator = GradAccumulator(optimizer, model, steps=2)
-    accumulate(accumulator, model, pieces[:4])
+    """The middle of a step is refused, and says where to save; fuzzed steps go on from states."""
+    model, pieces = make_model("CNN"), parts_of(Data.make(12), 4)
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulate(accumulator, model, pieces[:2])
     state = accumulator.state_dict()
     assert json.loads(json.dumps(state)) == state
-    kept = copy.deepcopy([model.state_dict(), accumulator.training_state()])
-    accumulate(accumulator, model, pieces[4:])
-    again = make_model("CNN")
-    resumed = GradAccumulator(OPTIMIZERS["AdamW"](again.parameters()), again, steps=2)
-    again.load_state_dict(kept[0])
-    resumed.load_training_state(kept[1])
-    accumulate(resumed, again, pieces[4:7])
-    with pytest.raises(StepError, match=r"after 1 of its micro-batches.*accumulator\.stepped"):
-        resumed.state_dict()
-    accumulate(resumed, again, pieces[7:])
-    assert difference(again, model) == 0
-    assert resumed.last == accumulator.last
     for other in ({}, {"version": 9}, 3):
         with pytest.raises(StateError, match="expected what GradAccumulator"):
-            resumed.load_state_dict(other)
+            accumulator.load_state_dict(other)
     two = GradAccumulator([sgd(model), sgd(make_model("CNN"))], model)
     with pytest.raises(StateError, match="1 optimizers, there are 2"):
-        two.load_training_state(kept[1])
+        two.load_training_state(accumulator.training_state())
+    accumulate(accumulator, model, pieces[2:])
+    with pytest.raises(StepError, match=r"after 1 of its micro-batches.*accumulator\.stepped"):
+        accumulator.state_dict()
+    accumulator.load_state_dict(state)
+    assert accumulator.pending == 0
 
 
-def test_a_mean_over_nothing_is_left_out() -> None:
-    """A micro-batch without labels, whose mean is no number, changes neither gradient nor loss."""
+@pytest.mark.parametrize("mean", [False, True])
+def test_nothing_that_weighs(mean: bool) -> None:
+    """A micro-batch without labels changes neither gradient nor loss, though its mean is NaN.
+
+    A step of such micro-batches changes nothing, momentum included, and says so.
+    """
     model, large = make_model("CNN"), make_model("CNN")
     data = Data.make(6)
     empty = Data(data.x, torch.full_like(data.y, -100))
-    accumulator = GradAccumulator(sgd(model), model, steps=2, mean=True)
-    for piece in (empty, data):
+    accumulator = GradAccumulator(sgd(model), model, steps=2, mean=mean)
+    for piece in (empty, data, empty, empty):
         with accumulator.micro_batch(weight=piece.weight):
             logits = model(piece.x).flatten(0, 1)
-            accumulator.backward(nn.functional.cross_entropy(logits, piece.y.flatten()))
+            reduction = "mean" if mean else "sum"
+            loss = nn.functional.cross_entropy(logits, piece.y.flatten(), reduction=reduction)
+            accumulator.backward(loss)
+        if piece is data:
+            loss = loss_sum(large, data).item() / data.weight
+            assert accumulator.last.loss == pytest.approx(loss, rel=EXACT)
     large_step(large, sgd(large), data)
     assert difference(model, large) <= EXACT
-    assert math.isfinite(accumulator.last.loss)
+    assert accumulator.last.skipped
+    assert math.isnan(accumulator.last.loss)
 
 
 @pytest.mark.parametrize("is_around", [False, True])
@@ -171,20 +109,6 @@ def test_autocast_is_the_loops_own(is_around: bool) -> None:
         theirs.step()
         theirs.zero_grad()
     assert difference(model, by_hand) == 0
-
-
-def test_nothing_that_weighs() -> None:
-    """A step without weight changes nothing, momentum included, and says so."""
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=2)
-    accumulate(accumulator, model, parts_of(Data.make(8), 4))
-    before = copy.deepcopy(model)
-    for _ in range(2):
-        with accumulator.micro_batch(weight=0):
-            accumulator.backward(0 * loss_sum(model, Data.make(4)))
-    assert accumulator.last.skipped
-    assert math.isnan(accumulator.last.loss)
-    assert difference(model, before) == 0
 
 
 def test_measuring_and_warming_up_do_not_count() -> None:
@@ -254,8 +178,6 @@ def test_bad_calls() -> None:
         accumulator.backward(torch.zeros(1, requires_grad=True))
     with pytest.raises(StepError, match=r"no accumulator.backward"), accumulator.micro_batch(1):
         pass
-    with pytest.raises(OptionError, match="scalar"), accumulator.micro_batch(1):
-        accumulator.backward(torch.zeros(2, requires_grad=True))
     with (
         pytest.raises(OptionError, match="inside another"),
         accumulator.micro_batch(1),
@@ -271,7 +193,9 @@ def test_bad_calls() -> None:
     assert not accumulator.stepped
 
 
-PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+ZERO = torch.zeros(1)
+TWICE = {"optimizer": [torch.optim.SGD([ZERO], lr=0.1) for _ in range(2)]}
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([ZERO], lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -287,8 +211,9 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zero
         ({"optimizer": []}, "needs an optimizer"),
         ({"optimizer": 3}, "optimizer must be of Optimizer"),
         ({"module": [3]}, "module must be of Module"),
-        ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS"),
+        ({"optimizer": torch.optim.LBFGS([ZERO])}, "LBFGS"),
         ({"scheduler": PLATEAU}, "needs a metric"),
+        (TWICE | {"scaler": torch.amp.GradScaler("cpu")}, "in one optimizer"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
@@ -324,12 +249,134 @@ def test_bad_weights(weight: Any) -> None:
         evaluate(model, [torch.ones(2, 3)], lambda *_: torch.ones(()), weight=lambda _: weight)
 
 
-@pytest.mark.parametrize("loss", [1.5, (torch.ones(()),), {"loss": torch.ones(())}, None])
-def test_losses_that_are_no_tensors(loss: Any) -> None:
+@pytest.mark.parametrize("loss", [1.5, {"loss": torch.ones(())}, torch.ones(2)])
+def test_losses_that_are_no_scalars(loss: Any) -> None:
     """As of `item()`, or of a model that returns its loss among others."""
     model = make_model("CNN")
     accumulator = GradAccumulator(sgd(model), model, steps=2)
-    with pytest.raises(OptionError, match="scalar tensor"), accumulator.micro_batch(weight=1):
+    with pytest.raises(OptionError, match="a scalar"), accumulator.micro_batch(weight=1):
         accumulator.backward(loss)
-    with pytest.raises(OptionError, match="scalar tensor"):
+    with pytest.raises(OptionError, match="a scalar"):
         evaluate(model, [torch.ones(2, 3)], lambda *_: loss)
+
+
+# ---------------------------------------------------------------------- when a step ends
+
+
+def test_the_samplers_plan_says_when_a_step_ends() -> None:
+    """Steps are those of the plan, in every epoch, and `flush` finds nothing left.
+
+    Also where the loader that is trained on is evaluated within the epoch.
+    """
+    data = Data.make(50)
+    lengths = (data.y != -100).sum(1).numpy()
+    sampler = MemoryBudgetBatchSampler(
+        lengths, PaddedCost(unit_bytes=1), 20, samples_per_step=16, seed=3
+    )
+    loader = DataLoader(range(50), batch_sampler=sampler, collate_fn=list)
+    model, large = make_model("CNN"), make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    theirs, rows_of_step, numbers = sgd(large), [], []
+    for _ in range(3):
+        for rows in loader:
+            rows_of_step += rows
+            accumulate(accumulator, model, [data[rows]])
+            if accumulator.stepped:
+                large_step(large, theirs, data[rows_of_step])
+                numbers.append(len(rows_of_step))
+                rows_of_step = []
+                evaluate(model, loader, lambda model, rows: loss_sum(model, data[rows]), weight=len)
+        accumulator.flush()
+        assert not accumulator.stepped
+    assert numbers == 3 * [16, 16, 16, 2]
+    assert accumulator.last.number == 12
+    assert difference(model, large) <= EXACT
+
+
+class Plan:
+    """Steps of unequal numbers of micro-batches, in one iteration."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def accumulates(self) -> bool:
+        return True
+
+
+def made(**rule: Any) -> tuple[GradAccumulator, nn.Module]:
+    model = make_model("tied")
+    return GradAccumulator(sgd(model), model, **rule), model
+
+
+def taken(accumulator: GradAccumulator, model: nn.Module, number: int, **first: Any) -> list[float]:
+    """Weights of the steps among micro-batches of weight 1 and of 4 samples."""
+    found = []
+    for place in range(number):
+        with accumulator.micro_batch(weight=1, samples=4, **({} if place else first)):
+            accumulator.backward(loss_sum(model, Data.make(2)))
+        if accumulator.stepped:
+            found.append(accumulator.last.weight)
+    return found
+
+
+@pytest.mark.parametrize("rule", [{"samples": 10}, {"steps": 3}, {"weight": 2.5}])
+def test_steps_of_samples_micro_batches_and_a_weight(rule: dict[str, Any]) -> None:
+    """A step ends with the micro-batch that reaches the number; `flush` takes the rest."""
+    accumulator, model = made(**rule)
+    assert taken(accumulator, model, 8) == [3, 3]
+    accumulator.flush()
+    assert (accumulator.stepped, accumulator.last.weight) == (True, 2)
+    accumulator.flush()
+    assert not accumulator.stepped
+
+
+@pytest.mark.parametrize("failing", [[0], [4], [0, 3, 4, 9]])
+def test_a_micro_batch_that_is_tried_again_leaves_the_plan_alone(failing: list[int]) -> None:
+    """An error of the user's, or memory that runs out, takes no step's number."""
+    planned = [4, 1, 5, 2, 3]
+    accumulator, model = made(steps=Plan(planned))
+    found = []
+    for number in range(sum(planned)):
+        errors: list[type[Exception]] = [MemoryError, KeyError] * (number in failing)
+
+        def step(rows: torch.Tensor, errors: list[type[Exception]] = errors) -> None:
+            with accumulator.micro_batch(weight=len(rows) / 2):
+                if errors and len(rows) == 2:
+                    raise errors.pop()
+                accumulator.backward(model(rows).sum())
+
+        for _ in range(1 + errors.count(KeyError)):
+            with suppress(KeyError):
+                accumulator.run_or_split(step, Data.make(2).x)
+        if accumulator.stepped:
+            found.append((accumulator.last.weight, number + 1))
+    assert found == list(zip(planned, np.cumsum(planned).tolist(), strict=True))
+
+
+def test_steps_are_read_anew_in_each_iteration() -> None:
+    """A step that is ended early leaves the rest to its own.
+
+    Where `steps` is another list, the plan of before is dropped, whatever is left of it.
+    """
+    plan = Plan([4, 3])
+    accumulator, model = made(steps=plan)
+    assert taken(accumulator, model, 7, last=True) == [1, 3, 3]
+    plan.steps = [2, 3]
+    assert taken(accumulator, model, 4) == [2]
+    accumulator.step()
+    plan.steps = [1, 2]
+    assert taken(accumulator, model, 3) == [1, 2]
+    with pytest.raises(OptionError, match="no further step is planned"):
+        taken(accumulator, model, 1)
+
+
+class StepsAlone:
+    """It does not say whether steps have several micro-batches."""
+
+    steps = (2, 3)
+
+
+@pytest.mark.parametrize("steps", [0, True, 2.0, "2", StepsAlone()])
+def test_steps_of_something_else_are_refused(steps: Any) -> None:
+    with pytest.raises(OptionError, match="`steps` and `accumulates`"):
+        GradAccumulator(sgd(make_model("CNN")), steps=steps)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
+from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.large_steps import difference
-from torchbudget import GradAccumulator, joint_backward, trace_peak_bytes
+from torchbudget import GradAccumulator, PadCollate, joint_backward, trace_peak_bytes
 from torchbudget.errors import OptionError, StepError
 
 
@@ -96,32 +96,6 @@ def test_five_steps_of_an_accumulator() -> None:
     assert difference(model, large) <= 1e-12
 
 
-def test_buffers_are_updated_once() -> None:
-    """Running statistics are those of one pass over the micro-batches."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
-    once = copy.deepcopy(model)
-    parts = torch.randn(12, 6).split(4)
-    joint_backward(model, parts, lambda z: (z @ z.T).logsumexp(1).mean())
-    for part in parts:
-        once(part)
-    assert model[1].num_batches_tracked == 3
-    assert torch.equal(model[1].running_mean, once[1].running_mean)
-
-
-class Averaging(nn.Module):
-    """A buffer that the first forward makes, and later ones move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        self.mean = mean if self.mean is None else (self.mean + mean) / 2
-        return x
-
-
 def test_an_autocast_around_both_passes_is_as_one_in_the_forward() -> None:
     """What the pass without gradients has cached is not used in the other one."""
 
@@ -140,20 +114,19 @@ def test_an_autocast_around_both_passes_is_as_one_in_the_forward() -> None:
         torch.testing.assert_close(other.grad, one.grad, rtol=0.1, atol=0.01)
 
 
-def test_a_buffer_that_the_first_pass_makes_is_made_once() -> None:
-    torch.manual_seed(0)
-    model, once = (nn.Sequential(nn.Linear(6, 5), Averaging()) for _ in range(2))
-    once.load_state_dict(model.state_dict())
-    parts = torch.randn(12, 6).split(4)
-    joint_backward(model, parts, similarity)
-    for part in parts:
-        once(part)
-    assert torch.equal(model[1].mean, once[1].mean)
+class Normalised(nn.Module):
+    """Running statistics, and a buffer that the first forward makes, and later ones move."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+        self.register_buffer("mean", None)
 
-def normalised() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.mean = mean if self.mean is None else (self.mean + mean) / 2
+        return self.inner(x)
 
 
 def similarity(z: Tensor) -> Tensor:
@@ -170,39 +143,40 @@ class Wrapper:
         return self.model(x)
 
 
+def hiding(model: nn.Module) -> Any:
+    """A forward whose reference to the module is weak."""
+    hidden: Any = weakref.ref(model)
+
+    def forward(x: Tensor) -> Tensor:
+        return hidden()(x)
+
+    return forward
+
+
 FORWARDS: dict[str, Any] = {
+    "module": lambda model: model,
     "lambda": lambda model: lambda x: model(x.clone()),
     "partial": lambda model: partial(nn.Module.__call__, model),
     "method": lambda model: Wrapper(model).encode,
     "nested": lambda model: lambda x: Wrapper(model).encode(x),
+    "given": hiding,
 }
 
 
 @pytest.mark.parametrize("how", FORWARDS)
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_modules_that_a_forward_refers_to_are_found(how: str, accumulates: bool) -> None:
-    """Their buffers are updated once; also where an accumulator has another module."""
-    model, once = normalised(), normalised()
+def test_buffers_are_updated_once(how: str, accumulates: bool) -> None:
+    """As in one pass, in modules that a forward refers to, or that are given."""
+    model, once = Normalised(), Normalised()
     parts = torch.randn(12, 6).split(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = GradAccumulator(optimizer, nn.Linear(1, 1)) if accumulates else None
-    joint_backward(FORWARDS[how](model), parts, similarity, accumulator)
+    modules = model if how == "given" else ()
+    joint_backward(FORWARDS[how](model), parts, similarity, accumulator, modules=modules)
     for part in parts:
         once(part)
-    assert model[1].num_batches_tracked == 3
-    assert torch.equal(model[1].running_mean, once[1].running_mean)
-
-
-def test_modules_that_are_not_found_can_be_given() -> None:
-    """A weak reference hides one."""
-    model = normalised()
-    hidden = weakref.ref(model)
-
-    def forward(x: Tensor) -> Tensor:
-        return hidden()(x)
-
-    joint_backward(forward, torch.randn(12, 6).split(4), similarity, modules=model)
-    assert model[1].num_batches_tracked == 3
+    found, expected = (dict(one.named_buffers()) for one in (model, once))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_one_number_for_all_samples() -> None:
@@ -231,14 +205,39 @@ def test_one_number_for_all_samples() -> None:
         joint_backward(lambda pair: {**model(pair), "n": len(pair[0])}, parts, contrast)
 
 
+class Encoding(UserDict[str, Any]):
+    """A mapping that is no dict, as transformers' `BatchEncoding`."""
+
+
+class Own:
+    """An object with a tensor in its attributes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x: Any = x
+
+
 def test_a_micro_batch_comes_as_it_was_into_both_passes() -> None:
     """A forward may take its containers apart; a tensor that it changes is refused by name."""
     model = nn.Linear(6, 5)
-    parts = [{"x": part} for part in torch.randn(12, 6).split(4)]
-    joint_backward(lambda batch: model(batch.pop("x")), parts, similarity)
-    assert [list(part) for part in parts] == [["x"]] * 3
-    with pytest.raises(OptionError, match=r"changed batch\['x'\] in place"):
-        joint_backward(lambda batch: model(batch["x"].clamp_(min=0)), parts, similarity)
+    with torch.inference_mode():
+        unknown = torch.zeros(2)  # which has no version
+    collated = PadCollate()([{"x": torch.arange(3)}])
+    parts = [
+        {"own": Own(x), "rest": [Encoding(x=x), (collated, unknown, None)]}
+        for x in torch.randn(12, 6).split(4)
+    ]
+
+    def forward(batch: Any) -> Tensor:
+        (encoding, (padded, *_)), own = batch.pop("rest"), batch["own"]
+        x, own.x = own.x, None
+        assert encoding.pop("x") is x
+        assert padded["x"] is collated["x"]
+        return model(x)
+
+    joint_backward(forward, parts, similarity)
+    assert [list(part) for part in parts] == [["own", "rest"]] * 3
+    with pytest.raises(OptionError, match=r"changed batch\['rest'\]\[0\]\['x'\] in place"):
+        joint_backward(lambda batch: model(batch["own"].x[:3].fill_(1)), parts, similarity)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ from torchbudget import (
     fit,
     warm_up,
 )
-from torchbudget.errors import OptionError, PaddedSizeWarning, SampleError
+from torchbudget.errors import OptionError, SampleError
 from torchbudget.restoring import TrainingState
-from torchbudget.train.fit import _EpochLoader as EpochLoader
 from torchbudget.train.loop import train_epoch
 
 
@@ -54,6 +52,10 @@ def test_an_evaluation_is_that_of_the_whole() -> None:
         model, training.validation, lambda m, b: loss_of(m, b) / tokens(b), weight=tokens, mean=True
     )
     assert mean == pytest.approx(found, rel=1e-6)
+    rows = [torch.ones(4, 3), torch.zeros(0, 3), 2 * torch.ones(2, 3)]  # the mean of one is NaN
+    head = nn.Linear(3, 1)
+    found = evaluate(head, rows, lambda m, one: m(one).mean(), weight=len, mean=True)
+    assert found == pytest.approx(head(torch.cat(rows)).mean().item(), rel=1e-6)
     with pytest.raises(OptionError, match=r"no batch came that weighs anything.*used up"):
         evaluate(model, [], loss_of)
 
@@ -130,33 +132,6 @@ def test_a_loop_that_ends_before_the_epoch_is_an_error(loop: str, kind: str, wor
         loops[loop]()
 
 
-@pytest.mark.parametrize("looked_at", [False, True])
-def test_an_evaluation_beside_plain_loops(looked_at: bool) -> None:
-    """Loops before it and after it, over a stream's persistent workers, change nothing."""
-    stream = BudgetedIterableDataset(
-        [samples(60, 3)], PaddedCost(unit_bytes=1), 100, size=lambda one: len(one["x"])
-    )
-    loader = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True)
-    model = Training().model
-    if looked_at:
-        list(loader)
-    found = evaluate(model, loader, loss_of, weight=tokens)
-    assert sum(batch.num_samples for batch in loader) == 60
-    assert evaluate(model, loader, loss_of, weight=tokens) == pytest.approx(found, rel=1e-5)
-
-
-def test_a_training_without_a_folder_compares_batches_with_the_plan() -> None:
-    """A collate that pads to a multiple that the sampler does not know is noticed there, too."""
-    training = Training()
-    loader = DataLoader(
-        training.loader.dataset,
-        batch_sampler=training.loader.batch_sampler,
-        collate_fn=PadCollate(size_multiple=64),
-    )
-    with pytest.warns(PaddedSizeWarning, match="size_multiple=1"):
-        fit(training.model, loader, loss_of, training.accumulator, epochs=1, weight=tokens)
-
-
 def test_an_evaluation_leaves_ddp_as_it_was(tmp_path: Path) -> None:
     """It broadcasts no buffers meanwhile, and does so again afterwards, if it did."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -190,47 +165,6 @@ def test_tensors_and_a_last_incomplete_step() -> None:
         device="cpu",
     )
     assert [step.weight for step in steps] == [8, 2]
-
-
-def test_the_bar_ends_where_a_resumed_epoch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of the epoch comes, and is what the bar counts to."""
-    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
-    totals, seen = [], []
-
-    class Bar(tqdm_auto.tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            totals.append(options["total"])
-            super().__init__(*args, **options | {"disable": True})
-
-    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
-
-    def loader() -> Any:
-        sampler = MemoryBudgetBatchSampler([1] * 60, PaddedCost(unit_bytes=1), 4)
-        return DataLoader(torch.ones(60, 1), batch_sampler=sampler)
-
-    begun, resumed = loader(), loader()
-    for _ in islice(begun.batch_sampler.tracked(begun), 6):
-        pass
-    resumed.batch_sampler.load_state_dict(begun.batch_sampler.state_dict())
-    model = nn.Linear(1, 1)
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.0), model, steps=1)
-    for one in (resumed, EpochLoader(loader=begun, epoch=0, seed=0), DataLoader(torch.ones(3, 1))):
-        steps = train_epoch(model, one, lambda m, b: m(b).sum(), accumulator, progress=True)
-        seen.append(len(steps))
-    assert totals == seen == [9, 9, 3]  # a tracked loop that was broken off goes on
-
-
-def test_a_batch_that_weighs_nothing_is_left_out() -> None:
-    """Its mean is NaN; in training it is left out, too."""
-    model = nn.Linear(3, 1)
-    batches = [torch.ones(4, 3), torch.zeros(0, 3), 2 * torch.ones(2, 3)]
-
-    def loss_of_rows(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
-    found = evaluate(model, batches, loss_of_rows, weight=len, mean=True)
-    rows = torch.cat(batches)
-    assert found == pytest.approx(loss_of_rows(model, rows).item(), rel=1e-6)
 
 
 # ---------------------------------------------------------------------- warming up

@@ -65,43 +65,31 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("place", ["between", "before the backward", "after the backward"])
 @pytest.mark.parametrize("how", CHANGES)
-def test_gradients_that_others_change_are_noticed(how: str) -> None:
-    model = make_model("CNN")
-    optimizer = sgd(model)
-    accumulator = GradAccumulator(optimizer, model, steps=3)
-    accumulate(accumulator, model, [Data.make(4)])
-
-    def go_on() -> None:
-        CHANGES[how]({"model": model, "optimizer": optimizer})
-        accumulate(accumulator, model, [Data.make(4)])
-
-    match = "optimizer.step" if how == "step" else "by others than accumulator.backward"
-    with pytest.warns(ForeignStepWarning, match=match):
-        go_on()
-    accumulator.flush()
-
-
-@pytest.mark.parametrize("how", sorted(set(CHANGES) - {"step"}))
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_gradients_that_others_change_inside_are_noticed(how: str, before: bool) -> None:
-    """Before the backward of a step's second micro-batch, or after it."""
+def test_gradients_that_others_change_are_noticed(how: str, place: str) -> None:
+    """Between two micro-batches of a step, or inside the second one."""
+    if how == "step" and place != "between":
+        return
     model = make_model("CNN")
     training = {"model": model, "optimizer": sgd(model)}
     accumulator = GradAccumulator(training["optimizer"], model, steps=3)
     accumulate(accumulator, model, [Data.make(4)])
 
     def go_on() -> None:
+        if place == "between":
+            CHANGES[how](training)
         with accumulator.micro_batch(weight=4):
-            for change in (before, not before):
-                if change:
-                    CHANGES[how](training)
-                else:
-                    accumulator.backward(loss_sum(model, Data.make(4)))
+            if place == "before the backward":
+                CHANGES[how](training)
+            accumulator.backward(loss_sum(model, Data.make(4)))
+            if place == "after the backward":
+                CHANGES[how](training)
 
-    with pytest.warns(ForeignStepWarning, match="by others than accumulator.backward"):
+    match = "optimizer.step" if how == "step" else "by others than accumulator.backward"
+    with pytest.warns(ForeignStepWarning, match=match):
         go_on()
-    accumulate(accumulator, model, [Data.make(4)])
+    accumulator.flush()
 
 
 def test_several_backwards_of_a_micro_batch_are_fine() -> None:
@@ -123,12 +111,18 @@ def test_several_backwards_of_a_micro_batch_are_fine() -> None:
     assert accumulator.stepped
 
 
-def test_gradients_of_before_are_noticed() -> None:
-    model = make_model("CNN")
+@pytest.mark.parametrize("splits", [False, True])
+def test_gradients_of_before_are_noticed(splits: bool) -> None:
+    """They count for the step; also where `run_or_split` has set them aside."""
+    model, data = make_model("CNN"), Data.make(4)
     accumulator = GradAccumulator(sgd(model), model, steps=1)
-    loss_sum(model, Data.make(4)).backward()
+    loss_sum(model, data).backward()
+
+    def run(batch: Any) -> None:
+        accumulate(accumulator, model, [Data(*batch)])
+
     with pytest.warns(ForeignStepWarning, match="were there before"):
-        accumulate(accumulator, model, [Data.make(4)])
+        accumulator.run_or_split(run, (data.x, data.y)) if splits else run((data.x, data.y))
 
 
 def test_a_micro_batch_that_raised_takes_those_before_it_along() -> None:
@@ -169,42 +163,35 @@ def test_steps_of_others_between_steps_are_fine() -> None:
     large_step(model, optimizer, Data.make(4))
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_the_wrong_reduction_is_noticed(mean: bool) -> None:
-    model = make_model("CNN")
-    data = Data.make(4)
-    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=mean)
-    logits = model(data.x).flatten(0, 1)
-    loss = nn.functional.cross_entropy(
-        logits, data.y.flatten(), reduction="sum" if mean else "mean"
-    )
-    with pytest.warns(ReductionWarning), accumulator.micro_batch(weight=data.weight):
-        accumulator.backward(loss)
-    with accumulator.micro_batch(weight=1):
-        accumulator.backward(model(data.x).mean())
+def cross_entropy(reduction: str) -> Any:
+    return lambda x: nn.functional.cross_entropy(x, torch.zeros(4).long(), reduction=reduction)
 
 
 @pytest.mark.parametrize(
-    "loss_of",
+    ("loss_of", "mean"),
     [
-        lambda x: x.square().mean(),
-        lambda x: x.square().mean((0, 1)),
-        lambda x: nn.functional.l1_loss(x, torch.zeros_like(x)),
-        lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)).float(),
-        lambda x: x.square().mean().squeeze().view(1),
+        (cross_entropy("mean"), False),
+        (cross_entropy("sum"), True),
+        (lambda x: x.square().mean(), False),
+        (lambda x: x.square().mean((0, 1)), False),
+        (lambda x: nn.functional.l1_loss(x, torch.zeros_like(x)), False),
+        (lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)).float(), False),
+        (lambda x: x.square().mean().squeeze().view(1), False),
     ],
 )
-def test_means_over_several_axes_are_noticed(loss_of: Any) -> None:
-    """As of predictions `(n, 1)`, and of a loss that was cast."""
-    model = nn.Linear(3, 1).double()
-    accumulator = GradAccumulator(sgd(model), model, steps=1)
+def test_the_wrong_reduction_is_noticed(loss_of: Any, mean: bool) -> None:
+    """Also of a loss that was cast; not of one sample, of a mean per sample, nor of a product."""
+    model = nn.Linear(3, 2).double()
     x = torch.ones(4, 3, dtype=torch.float64)
-    with pytest.warns(ReductionWarning, match="is a mean"), accumulator.micro_batch(weight=4):
+    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=mean)
+    with pytest.warns(ReductionWarning, match="loss is a"), accumulator.micro_batch(weight=4):
         accumulator.backward(loss_of(model(x)))
-    accumulator = GradAccumulator(sgd(model), model, steps=1)
-    for loss in (loss_of(model(x)) * 4, model(x).mean(1).sum(), model(x[:1]).mean()):
+    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=mean)
+    for loss in (loss_of(model(x)) * 4, model(x).mean(1).sum(), model(x[:1, :]).sum().mean()):
         with accumulator.micro_batch(weight=4):
             accumulator.backward(loss)
+    with accumulator.micro_batch(weight=1):
+        accumulator.backward(loss_of(model(x)))
 
 
 def accumulate_ones(accumulator: GradAccumulator, model: nn.Module) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.support.large_steps import (
     EXACT,
@@ -24,31 +26,6 @@ from torchbudget import GradAccumulator, fit
 from torchbudget.errors import ForeignStepWarning, OptionError
 
 
-def test_schedulers_and_several_optimizers() -> None:
-    """Two networks of two optimizers, each with its schedule, step together."""
-    models = [make_model("CNN"), make_model("tied")]
-    optimizers = [torch.optim.SGD(models[0].parameters(), lr=0.1), sgd(models[1])]
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
-    accumulator = GradAccumulator(optimizers, models, steps=2, scheduler=schedulers, max_norm=1.0)
-    twins = copy.deepcopy(models)
-    theirs = [torch.optim.SGD(twins[0].parameters(), lr=0.1), sgd(twins[1])]
-    others = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in theirs]
-    for seed in range(3):
-        data = Data.make(8, seed)
-        for piece in parts_of(data, 4):
-            with accumulator.micro_batch(weight=piece.weight):
-                accumulator.backward(loss_sum(models[0], piece))
-                accumulator.backward(loss_sum(models[1], piece))
-        (sum(loss_sum(twin, data) for twin in twins) / data.weight).backward()
-        nn.utils.clip_grad_norm_([p for t in twins for p in t.parameters()], 1.0)
-        for one in [*theirs, *others]:
-            one.step()
-        for one in theirs:
-            one.zero_grad()
-    assert max(map(difference, models, twins)) <= EXACT
-    assert [o.param_groups[0]["lr"] for o in optimizers] == [0.1 / 8, 0.1 / 8]
-
-
 def test_a_scaler_skips_what_a_loop_by_hand_skips() -> None:
     """Overflowing steps are skipped, and the scale grows and shrinks, as in the plain loop."""
 
@@ -60,7 +37,7 @@ def test_a_scaler_skips_what_a_loop_by_hand_skips() -> None:
     mine = scaler()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer := sgd(model), 1, 0.9)
     accumulator = GradAccumulator(
-        optimizer, model, steps=2, scaler=mine, max_norm=1.0, scheduler=schedule
+        optimizer, model, steps=2, scaler=mine, max_norm=1.0, scheduler=[schedule]
     )
     skipped, taken = [], 0
     for seed in range(8):
@@ -84,47 +61,67 @@ def test_a_scaler_skips_what_a_loop_by_hand_skips() -> None:
     assert difference(model, large) <= EXACT
 
 
-def test_an_overflow_of_one_optimizer_is_that_of_all() -> None:
-    """Optimizers that step together skip together; one without gradients is left alone."""
-    models = [nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)]
-    before = copy.deepcopy(models)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    accumulator = GradAccumulator([sgd(m) for m in models], models, scaler=scaler, max_norm=1.0)
-    for factor in (math.inf, 1.0):
-        with accumulator.micro_batch(weight=2, last=True):
-            x = torch.ones(2, 3)
-            accumulator.backward(models[0](x).sum() * factor + models[1](x).square().sum())
-        assert accumulator.last.skipped == (factor == math.inf)
-        moved = [difference(m, b) > 0 for m, b in zip(models, before, strict=True)]
-        assert moved == [factor == 1, factor == 1, False]
-    assert all(torch.isfinite(p).all() for m in models for p in m.parameters())
+def stepped(
+    gradient: float, weight: float, dtype: torch.dtype, scaler: torch.amp.GradScaler
+) -> tuple[bool, bool]:
+    """Whether a step with this gradient, unscaled, is skipped, and whether weights stay finite."""
+    model = nn.Linear(4, 1, bias=False, dtype=dtype)
+    accumulator = GradAccumulator(sgd(model), model, scaler=scaler)
+    with accumulator.micro_batch(weight, last=True):
+        accumulator.backward((model(torch.ones(1, 4, dtype=dtype)) * gradient).sum())
+    return accumulator.last.skipped, bool(model.weight.isfinite().all())
 
 
-def test_a_scaler_needs_each_parameter_in_one_optimizer() -> None:
-    """It would divide the gradient by its scale twice."""
-    model = make_model("CNN")
-    optimizers = [sgd(model), sgd(model)]
-    with pytest.raises(OptionError, match="in one optimizer"):
-        GradAccumulator(optimizers, scaler=torch.amp.GradScaler("cpu"))
-    GradAccumulator(optimizers)
+# A gradient that its dtype has, and a weight that it is divided by, which makes it infinite.
+OVERFLOWING = {
+    torch.float16: (60_000.0, 0.25),
+    torch.bfloat16: (1e38, 1e-3),
+    torch.float32: (1e30, 1e-9),
+    torch.float64: (1e300, 1e-9),
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process, which FSDP's scaler sums over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", OVERFLOWING, ids=str)
+def test_what_only_the_weight_makes_infinite_is_not_stepped_with(dtype: torch.dtype) -> None:
+    """Of every dtype that may be scaled. The scale is not lowered, which could not help."""
+    kind = ShardedGradScaler if dtype is torch.float16 else torch.amp.GradScaler
+    scaler = kind("cpu", init_scale=1.0, growth_interval=9)
+    gradient, weight = OVERFLOWING[dtype]
+    for _ in range(3):
+        assert stepped(gradient, weight, dtype, scaler) == (True, True)
+    # What is large, and finite, is stepped with.
+    assert stepped(gradient / 4, 1.0, dtype, scaler) == (False, True)
+    assert scaler.get_scale() == 1
 
 
 @pytest.mark.parametrize("max_norm", [None, math.inf])
 @pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}, {"scaler": 8.0}])
-def test_finite_gradients_whose_norm_overflows_are_stepped_with(
+def test_optimizers_that_step_together_skip_together(
     options: dict[str, Any], max_norm: float | None
 ) -> None:
-    """An infinite norm is only measured; a step is skipped where a gradient is not finite."""
-    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    """A step is skipped where one gradient is not finite; an infinite norm is only measured.
+
+    An optimizer without gradients is left alone.
+    """
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     optimizers = [torch.optim.SGD([parameter], lr=1e-30) for parameter in parameters]
     if "scaler" in options:
         options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
     accumulator = GradAccumulator(optimizers, steps=1, max_norm=max_norm, **options)
     for factor in (1e30, math.nan, math.inf) if options else (1e30,):
         with accumulator.micro_batch(1):
-            accumulator.backward(sum((parameter * factor).sum() for parameter in parameters))
+            accumulator.backward((parameters[0] * factor + parameters[1] * 1e30).sum())
         assert accumulator.last.skipped == (factor != 1e30)
-        assert all(parameter.tolist() == [-1.0, -1.0] for parameter in parameters)
+        assert [one.tolist() for one in parameters] == [[-1.0] * 2, [-1.0] * 2, [0.0] * 2]
 
 
 def test_a_step_that_is_not_finite_can_be_skipped() -> None:

@@ -8,6 +8,13 @@ from torch import nn
 from torchbudget import memory_summary
 
 
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
 def test_every_tensor_counts_once() -> None:
     """Parameters, frozen ones, buffers, shared ones, half precision and two moments."""
     embed = nn.Embedding(10, 4)
@@ -17,10 +24,7 @@ def test_every_tensor_counts_once() -> None:
     model = nn.Sequential(embed, nn.BatchNorm1d(4), frozen, head)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     assert memory_summary(model, optimizer).total.optimizer_bytes == 0
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    summary = memory_summary(model, optimizer)
+    summary = memory_summary(model, stepped(optimizer))
     assert [one.name for one in summary.modules] == ["0", "1", "2"]
     total = summary.total
     assert (total.parameters, total.learnable) == (40 + 8 + 20, 48)
@@ -41,10 +45,7 @@ def test_memory_that_tensors_share_counts_once() -> None:
     two.register_buffer("positions", torch.arange(100))
     two.register_buffer("first", two.positions[:10])
     optimizer = torch.optim.SGD([one.weight, two.weight], lr=0.1, momentum=0.9)
-    for parameter in (one.weight, two.weight):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    summary = memory_summary(nn.ModuleList([one, two]), optimizer)
+    summary = memory_summary(nn.ModuleList([one, two]), stepped(optimizer))
     assert [one.weight_bytes for one in summary.modules] == [4 * 30 + 4, 8 * 100]
     assert summary.total.parameters == 30
     assert summary.total.gradient_bytes == 4 * 30
