@@ -50,7 +50,7 @@ BROKEN: dict[str, tuple[type, str, Callable[[Any], Any], str]] = {
     "samplers": (_Iteration, "__next__", repeat_an_index, "bytes of|max_batch_size|samples of"),
     "streams": (EpochReader, "__next__", lose_a_sample, "missing|empty batch"),
     "steps": (GradAccumulator, "backward", scale_the_loss, "large batch's step"),
-    "fits": (_Run, "restore_generators", forget, "epochs, statistics|not equal"),
+    "fits": (_Run, "restore_generators", forget, "epochs|statistics|not equal"),
 }
 
 

@@ -99,7 +99,7 @@ import torch
 from _common import Results, parser
 
 from tests.support.model_classes import CLASSES
-from tests.support.model_classes.case import Case
+from tests.support.training_cases import Training
 from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.restoring import TrainingState
@@ -116,7 +116,7 @@ BLOCK = 64  # of the CPU's allocator
 LABELS = ("exact", "tested", "interpolated", "raised")
 
 
-def known_classes() -> dict[str, Callable[[], Case]]:
+def known_classes() -> dict[str, Callable[[], Training]]:
     if not importlib.util.find_spec("transformers"):
         return CLASSES
     from tests.support.transformers_classes import CLASSES as PUBLISHED
@@ -136,7 +136,7 @@ def blocks(num_bytes: int) -> int:
 class Truth:
     """Bytes of a class's steps, by concrete traces, and by steps that are run."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Training) -> None:
         self.case, self.known = case, {}
         self.ends_s = math.inf
 
@@ -203,7 +203,7 @@ def allocated(work: Callable[[], object]) -> int:
     return max(0, int(np.cumsum([0, *map(blocks, changes)]).max()))
 
 
-def held_out(case: Case, cost: MeasuredCost, budget: int, seed: int) -> tuple[list[Shape], int]:
+def held_out(case: Training, cost: MeasuredCost, budget: int, seed: int) -> tuple[list[Shape], int]:
     """Shapes on the frontier of a budget, how many of them, then corners and two inside."""
     rng = np.random.default_rng(seed)
     low, high, multiple = np.array(cost.smallest), np.array(cost.largest), cost.multiple
@@ -228,13 +228,13 @@ def held_out(case: Case, cost: MeasuredCost, budget: int, seed: int) -> tuple[li
     return [*frontier, *rest], len(frontier)
 
 
-def beside(case: Case) -> int:
+def beside(case: Training) -> int:
     """Bytes of the process beside the step's tensors, of which costs have those rounded up."""
     own = sum(tensor.nbytes for tensor in TrainingState(case.step).tensors())
     return process_memory().resident_bytes - own + 2**26
 
 
-def measure(case: Case, budget: int | None) -> MeasuredCost:
+def measure(case: Training, budget: int | None) -> MeasuredCost:
     axes = len(np.atleast_1d(case.max_size))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

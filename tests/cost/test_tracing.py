@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.support.live_bytes import LiveBytes
 from tests.support.model_classes import CLASSES
-from tests.support.model_classes.case import Case
 from tests.support.training_cases import CASES
+from tests.support.training_cases import Training as Case
 from torchbudget import trace_peak_bytes
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.restoring import TrainingState

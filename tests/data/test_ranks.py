@@ -13,7 +13,7 @@ import pytest
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks, torchrun
 from tests.support.samplers import LENGTHS, counted, sampler_of
-from tests.support.tracked_streams import SIZES, make
+from tests.support.streams import SIZES, make
 from torchbudget.errors import UnevenRanksError
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.resuming import as_json, as_pickle, check_every_stop
-from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
-from tests.support.tracked_streams import SIZES, make
+from tests.support.samplers import LENGTHS, counted, forks, loader_of, sampler_of
+from tests.support.streams import SIZES, make
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.data.stream.run import stop_together
 from torchbudget.errors import OptionError, StateError
@@ -176,8 +176,8 @@ def test_a_batch_that_no_sampler_has_drawn_is_an_error() -> None:
 
     sampler = sampler_of()
     with pytest.raises(StateError, match=r"iter\(loader\) began no iteration.*as a generator does"):
-        sampler.tracked(Late(Numbers(300), batch_sampler=sampler, collate_fn=as_list))
-    run = sampler.tracked(Twice(Numbers(300), batch_sampler=sampler, collate_fn=as_list))
+        sampler.tracked(Late(range(300), batch_sampler=sampler, collate_fn=list))
+    run = sampler.tracked(Twice(range(300), batch_sampler=sampler, collate_fn=list))
     with pytest.raises(StateError, match="batch 1 came from the loader, but its sampler has drawn"):
         list(run)
     assert sampler.state_dict()["done"] == 1
@@ -210,9 +210,9 @@ def test_a_stateful_loader_resumes_at_every_batch(workers: int, every: int) -> N
 
     def loader() -> Any:
         return stateful.StatefulDataLoader(
-            Numbers(300),
+            range(300),
             batch_sampler=sampler_of(budget=1500, window=100),
-            collate_fn=as_list,
+            collate_fn=list,
             num_workers=workers,
             snapshot_every_n_steps=every,
         )
@@ -242,7 +242,7 @@ def test_loops_that_cannot_be_tracked() -> None:
         def __getitem__(self, index: int) -> int:
             return index
 
-    nobody_knows = DataLoader(WithoutLength(), batch_sampler=fewer, collate_fn=as_list)
+    nobody_knows = DataLoader(WithoutLength(), batch_sampler=fewer, collate_fn=list)
     assert counted(fewer.tracked(nobody_knows)) == Counter(range(150))
 
 

@@ -21,7 +21,7 @@ from tests.support.refusals import Refusals, reasons_of
 from tests.support.resuming import as_json, in_parts
 from tests.support.sampler_cases import (
     cases,
-    check_limits,
+    check_batch,
     check_state_size,
     padded_size,
     samplers,
@@ -67,7 +67,8 @@ def test_epochs_keep_their_laws(case: Any) -> None:
         assert {len(batches) for batches in epochs} == {length}
         assert {one.epoch for one in those} == {epoch + 1}
         for batches in epochs:
-            check_limits(batches, sizes, cost, budget, options)
+            for batch in batches:
+                check_batch(sizes[batch], cost, budget, options)
         steps = those[0].steps
         assert all(one.steps == steps for one in those)
         assert sum(steps) == length
@@ -222,7 +223,8 @@ def test_resuming_elsewhere_brings_every_remaining_sample_once(
         before += done
         for sampler in those:
             found = list(islice(sampler, done))
-            check_limits(found, sizes, cost, budget, options)
+            for batch in found:
+                check_batch(sizes[batch], cost, budget, options)
             remaining.subtract(counted(found))
         state = those[0].state_dict()
         check_state_size(json.dumps(state), state)
@@ -303,5 +305,5 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
     assert (report.skipped, report.over_budget) == (len(skipped), len(over) - len(skipped))
     batches = [batch for batches in epochs for batch in batches]
     assert counted(batches) == Counter(set(every) - skipped)
-    check_limits([b for b in batches if not over & set(b)], sizes, cost, budget, options)
-    assert all(len(batch) == 1 for batch in batches if over & set(batch))
+    for batch in batches:
+        check_batch(sizes[batch], cost, budget, options | {"oversize": oversize})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from torchbudget import MeasuredCost
 
 T = TypeVar("T", bound=tuple[Any, ...])
+STARTS = 8  # after which a case fails no more
 
 
 def drawn(strategy: SearchStrategy[T], chance: random.Random) -> T:
@@ -41,25 +45,38 @@ class Killed(BaseException):
 
 
 class Fuse:
-    """Fails at one of the calls that reach it; at none where `left` is 0."""
+    """Fails at one of the calls that reach it while it is lit."""
 
-    def __init__(self) -> None:
-        self.left = 0
-        self.kind: type[BaseException] = Fault
+    left = 0  # calls
+    kind: type[BaseException] = Fault
 
     def __call__(self) -> None:
         self.left -= 1
         if self.left == 0:
             raise self.kind
 
+    @contextmanager
+    def lit(
+        self, chance: random.Random, calls: int, told: Counter[str], kind: Any = None
+    ) -> Iterator[None]:
+        """Fail within so many calls, and count it; never after `STARTS` starts.
+
+        Raises:
+            BaseException: one that is not the fuse's, nor comes of it.
+        """
+        self.kind = kind or chance.choice([Fault, Killed])
+        self.left = chance.randint(1, calls) if told["starts"] < STARTS else 0
+        try:
+            yield
+        except BaseException as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, (Fault, Killed)):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            told["faults"] += 1
+        finally:
+            self.left = 0
+
 
 FUSE = Fuse()
-
-
-def check_is_made(error: BaseException) -> None:
-    """Raise an error again that is none of those made here, nor comes of one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, (Fault, Killed)):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
-        raise error

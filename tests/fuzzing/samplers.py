@@ -16,15 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import DataLoader
 
 from tests.fuzzing.faults import drawn
-from tests.support.oracles import stated_bytes
+from tests.support.oracles import bytes_of
 from tests.support.refusals import Refused, accepted, reasons_of
 from tests.support.resuming import as_json
-from tests.support.sampler_cases import cases, check_state_size, samplers
-from tests.support.samplers import Numbers, as_list, counted
+from tests.support.sampler_cases import cases, check_batch, check_state_size, samplers
+from tests.support.samplers import counted
 
 EPOCHS = 2
 STARTS = 12  # after which each start is the last of its epoch
@@ -52,14 +51,11 @@ class Chain:
         self, chance: random.Random, sizes: Any, cost: Any, budget: int, ranks: int, options: Any
     ) -> None:
         self.chance, self.sizes, self.cost, self.options = chance, sizes, cost, options
-        multiple = options["size_multiple"]
-        self.rounded = -(-sizes.astype(np.int64) // multiple) * multiple
-        alone = [stated_bytes(cost, self.rounded[one : one + 1]) for one in range(len(sizes))]
-        self.over = {one for one, bytes_ in enumerate(alone) if bytes_ > budget}
-        self.skipped = self.over if options.get("oversize") == "skip" else set()
-        if len(self.skipped) == len(sizes):
+        self.kept, multiple = set(range(len(sizes))), options["size_multiple"]
+        if options.get("oversize") == "skip":
+            self.kept = {n for n in self.kept if bytes_of(sizes, cost, [n], multiple) <= budget}
+        if not self.kept:
             raise Refused("no sample fits the budget")
-        self.kept = set(range(len(sizes))) - self.skipped
         self.first = min(ranks, len(self.kept)), budget
         self.now = self.first
         self.saved: Any = None
@@ -118,7 +114,9 @@ class Chain:
             return
         number = len(found[0])
         assert {len(batches) for batches in found} == {number}, "numbers of batches of the ranks"
-        self.check_batches([batch for batches in found for batch in batches], budget)
+        for batch in (batch for batches in found for batch in batches):
+            check_batch(self.sizes[batch], self.cost, budget, self.options)
+            self.told["batches"] += 1
         if self.following is not None:
             rest = [batches[:number] for batches in self.following]
             assert found == rest, "resumed is not as uninterrupted"
@@ -150,8 +148,8 @@ class Chain:
     def loop(self, sampler: Any) -> Any:
         if self.kind == "plain":
             return iter(sampler)
-        numbers = Numbers(len(self.sizes))
-        return sampler.tracked(DataLoader(numbers, batch_sampler=sampler, collate_fn=as_list))
+        numbers: Any = range(len(self.sizes))
+        return sampler.tracked(DataLoader(numbers, batch_sampler=sampler, collate_fn=list))
 
     def save(self, those: list[Any], loops: list[Any], found: list[Any], *, ended: bool) -> None:
         """Every rank saves, some after they have read ahead."""
@@ -173,24 +171,12 @@ class Chain:
         if not self.choose() and not ended:
             self.following = [[*first, *rest] for first, rest in zip(ahead, loops, strict=True)]
 
-    def check_batches(self, batches: list[Any], budget: int) -> None:
-        """None is empty, over a budget, or of too many samples."""
-        for batch in batches:
-            assert batch, "an empty batch"
-            assert len(batch) <= self.options.get("max_batch_size", len(batch)), "max_batch_size"
-            if self.options.get("oversize") == "alone" and len(batch) == 1:
-                continue
-            for cost, limit in [(self.cost, budget), *self.options.get("limits", ())]:
-                bytes_ = stated_bytes(cost, self.rounded[batch])
-                assert bytes_ <= limit * (1 + 1e-12), f"{bytes_} bytes of {limit}"
-        self.told["batches"] += len(batches)
-
     def choose(self) -> bool:
         """Choose ranks and a budget for the next start; whether they differ from these."""
         if self.chance.random() < 0.4 or self.options["drop_last"]:
             return False
         ranks, budget = self.chance.choice([1, 1, 2, 3, 4, 8]), self.first[1]
-        if not self.skipped:
+        if len(self.kept) == len(self.sizes):
             budget *= self.chance.choice([1, 1, 2, 3])
         left = len(self.kept)
         if "batches_per_epoch" not in self.options and self.epoch < EPOCHS:

@@ -31,6 +31,7 @@ from tests.support.large_steps import (
     MODELS,
     OPTIMIZERS,
     Data,
+    difference,
     large_step,
     loss_sum,
     make_model,
@@ -162,7 +163,8 @@ class Accumulation:
             assert last is not None
             assert last.weight == data.weight, "the weight of the step"
             assert last.micro_batches == len(step), "the micro-batches of the step"
-            assert self.difference() <= EXACT, f"{self.difference()} from the large batch's step"
+            apart = difference(self.called, self.large)
+            assert apart <= EXACT, f"{apart} from the large batch's step"
             self.told["steps"] += 1
         return self.told
 
@@ -217,12 +219,3 @@ class Accumulation:
         self.called.load_state_dict(model)
         self.accumulator.load_training_state(state)
         self.told["resumed"] += 1
-
-    def difference(self) -> float:
-        """Relative difference of all parameters from the large batch's."""
-        worst = 0.0
-        for one, other in zip(self.called.parameters(), self.large.parameters(), strict=True):
-            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
-            norm = float(other.detach().norm()) + 1e-30
-            worst = max(worst, float((whole - other).detach().norm()) / norm)
-        return worst

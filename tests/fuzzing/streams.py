@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from math import prod
@@ -18,18 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzzing.faults import FUSE, Fault, Killed, check_is_made, drawn
-from tests.support.oracles import stated_bytes
-from tests.support.refusals import Refused, accepted
+from tests.fuzzing.faults import FUSE, Fault, Killed, drawn
+from tests.support.oracles import bytes_of
+from tests.support.refusals import Refused, accepted, two_fit
 from tests.support.resuming import as_json
+from tests.support.sampler_cases import check_batch
 from tests.support.strategies import problems
 from tests.support.streams import KINDS, OneProcess, size_of, source_of, workers_of
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.data.stream.cursor import WorkerSlot
-from torchbudget.errors import SampleError
 
 EPOCHS = 2
-STARTS = 8
 
 
 def thrice(sample: Any) -> list[Any]:
@@ -55,17 +55,13 @@ def broken(sample: Any) -> Any:
     return sample
 
 
-TRANSFORMS: dict[str, Any] = {
-    "thrice": transforms.expand(thrice),
-    "kept": transforms.keep_if(is_kept),
-    "shrunk": shrunk,
-    "sometimes shrunk": transforms.random_apply(0.5, shrunk),
-    "broken": broken,
-}
-COPIES = {
-    "thrice": lambda number: number % 4,
-    "kept": lambda number: bool(number % 5),
-    "broken": lambda number: number % 7 != 3,
+# Each with how often the sample of a number comes out of it.
+TRANSFORMS: dict[str, tuple[Any, Callable[[int], int]]] = {
+    "thrice": (transforms.expand(thrice), lambda number: number % 4),
+    "kept": (transforms.keep_if(is_kept), lambda number: bool(number % 5)),
+    "shrunk": (shrunk, lambda _: 1),
+    "sometimes shrunk": (transforms.random_apply(0.5, shrunk), lambda _: 1),
+    "broken": (broken, lambda number: number % 7 != 3),
 }
 
 
@@ -126,7 +122,7 @@ class StreamCase:
         ranks: int | None = None,
     ) -> Any:
         """One process of a rank: the stream itself where the rank has no other."""
-        functions = [TRANSFORMS[name] for name in self.names]
+        functions = [TRANSFORMS[name][0] for name in self.names]
         ranks = self.ranks if ranks is None else ranks
         stream = process = BudgetedIterableDataset(
             source_of(self.kind, self.sizes, self.cuts),
@@ -167,59 +163,35 @@ class StreamCase:
             raise refusals[0]
         return found
 
-    def bytes_of(self, batch: list[Any]) -> float:
-        """From the sizes of the samples as they are in it."""
-        multiple = self.options["size_multiple"]
-        sizes = np.array([size for _, size in batch], np.int64)
-        return stated_bytes(self.cost, -(-sizes // multiple) * multiple)
-
     def reasons(self, ranks: int, workers: int, samples: int) -> dict[str, bool]:
         """Why the samples may not be dealt evenly.
 
         They can be where all ranks read the whole, and every micro-batch has room for two.
         """
-        multiple = self.options["size_multiple"]
-        largest = np.max(self.sizes, axis=0).astype(np.int64)
-        pair = stated_bytes(self.cost, np.stack([-(-largest // multiple) * multiple] * 2))
-        even = pair <= self.budget and self.options.get("max_batch_size") != 1
+        even = two_fit(self.sizes, self.cost, self.budget, self.options)
         even &= self.kind in ("iterable", "map") and "look_ahead" not in self.options
         even &= samples >= ranks and self.oversize == "raise"
         even &= not self.names and workers == 1
-        return {
-            " ranks": ranks > 1 and not even,
-            "the source has no samples": (
-                "batches_per_epoch" in self.options or not self.expected()
-            ),
-        }
+        is_empty = "batches_per_epoch" in self.options or not self.expected()
+        return {" ranks": ranks > 1 and not even, "the source has no samples": is_empty}
 
     def expected(self) -> Counter[int]:
         """How often each sample is to come."""
-        plain = np.asarray(self.sizes).tolist()
-        counts = Counter(
-            {
-                n: prod(COPIES[name](n) for name in self.names if name in COPIES)
-                for n in range(len(plain))
-            }
-        )
-        if self.oversize == "skip":
-            fits = [self.bytes_of([one]) <= self.budget for one in enumerate(plain)]
-            counts = Counter({n: count for n, count in counts.items() if fits[n]})
+        sizes, multiple, counts = self.sizes, self.options["size_multiple"], Counter[int]()
+        for n in range(len(sizes)):
+            if self.oversize != "skip" or bytes_of(sizes, self.cost, [n], multiple) <= self.budget:
+                counts[n] = prod(TRANSFORMS[name][1](n) for name in self.names)
         return +counts
 
-    def check_batches(self, batches: list[list[Any]], budget: int | None = None) -> None:
-        """None is empty, too large or over the budget."""
-        limit = self.budget if budget is None else budget
+    def check_batches(self, batches: list[list[Any]], budget: int) -> None:
+        """None is empty, too large or over the budget, by the sizes that samples have in it."""
         for batch in batches:
-            assert batch, "an empty batch"
-            assert len(batch) <= self.options.get("max_batch_size", len(batch)), "max_batch_size"
-            if self.oversize != "alone" or len(batch) > 1:
-                bytes_ = self.bytes_of(batch)
-                assert bytes_ <= limit * (1 + 1e-12), f"{bytes_} bytes of {limit}"
+            check_batch([size for _, size in batch], self.cost, budget, self.options)
 
     def check_epoch(self, ranks: list[list[list[Any]]]) -> None:
         """The batches of each worker of each rank are a whole epoch."""
         everything = [batch for rank in ranks for worker in rank for batch in worker]
-        self.check_batches(everything)
+        self.check_batches(everything, self.budget)
         lengths = {tuple(map(len, rank)) for rank in ranks}
         assert len(lengths) == 1 or self.apart, "numbers of batches of the ranks"
         number = self.options.get("batches_per_epoch")
@@ -251,14 +223,12 @@ def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counte
     chance, told, state, done = case.chance, Counter[str](), None, 0
     fuse, share = chance.choice(["transform", "collate"]), chance.choice([0.1, 0.5, 1])
     # A transform that fails would be skipped.
-    FUSE.kind = Killed if "on_error" in case.options else chance.choice([Fault, Killed])
+    kind = Killed if "on_error" in case.options else chance.choice([Fault, Killed])
     while done < len(whole):
         told["starts"] += 1
-        FUSE.left = 0  # loading a state reads again
         options = {"epoch": EPOCHS - 1, "state": state, "fuse": fuse}
         process, taken = case.process(rank, worker, case.workers, **options), done
-        FUSE.left = chance.randint(1, 40) if told["starts"] < STARTS else 0
-        try:
+        with FUSE.lit(chance, 40, told, kind):
             batches = iter(process)
             while (batch := next_of(batches, again=chance.random() < 0.5)) is not None:
                 assert batch == whole[taken], "resumed is not as uninterrupted"
@@ -267,10 +237,6 @@ def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counte
                     state, done = process.state_dict(), taken
             assert taken == len(whole), "the rest is too short"
             done = taken
-        except (Fault, Killed, SampleError) as error:
-            check_is_made(error)
-            told["faults"] += 1
-    FUSE.left = 0
     return told
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.commands import ENVIRONMENT
 from tests.support.host_cells import Cell, own_shared_memory
 from tests.support.memory_groups import JOIN, memory_group
 from torchbudget.units import MiB
@@ -91,7 +92,7 @@ def test_a_plain_setting_is_killed_in_that_group(tmp_path) -> None:
     with memory_group(MiB(640)) as group:
         join = ["sh", "-c", JOIN, str(group.folder / "cgroup.procs")]
         with subprocess.Popen(
-            [*join, *cell.command()], env=cell.environment(), stdout=-1, stderr=subprocess.DEVNULL
+            [*join, *cell.command()], env=ENVIRONMENT, stdout=-1, stderr=subprocess.DEVNULL
         ) as process:
             while process.poll() is None and not group.kills:
                 time.sleep(0.1)

@@ -15,6 +15,7 @@ import time
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchbudget as tb
+from tests.support.commands import ENVIRONMENT
 from torchbudget.host.options import host_bytes
 
-ROOT = Path(__file__).parents[2]
 CHANNELS = 16
+COST = tb.PaddedCost(unit_bytes=4 * CHANNELS)
 DATA = ("arrays", "files", "objects", "mapped")
 
 
@@ -67,23 +69,14 @@ class Cell:
     watched: bool = True
 
     def command(self) -> list[str]:
-        code = "from tests.support.host_cells import main\nif __name__ == '__main__': main()"
-        return [sys.executable, "-c", code, json.dumps(asdict(self))]
+        return [sys.executable, "-m", "tests.support.host_cells", json.dumps(asdict(self))]
 
     def run(self, *before: str) -> subprocess.CompletedProcess[str]:
         """Run the command after another one, such as that of `own_shared_memory`."""
+        command = [*before, *self.command()]
         return subprocess.run(
-            [*before, *self.command()],
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
+            command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=600
         )
-
-    def environment(self) -> dict[str, str]:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def own_shared_memory(mib: int) -> list[str]:
@@ -170,7 +163,7 @@ def collect(worker: int) -> None:
 def peaks_of_this_tree(found: dict[str, int]) -> Any:
     """Fill in the peaks of this process and its descendants, as another process reads them."""
     script = str(Path(__file__).parent / "tree_reader.py")
-    command = [sys.executable, "-S", script, str(os.getpid())]
+    command = [sys.executable, script, str(os.getpid())]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as reader:
@@ -198,104 +191,70 @@ def dataset_of(cell: Cell) -> Any:
 
 
 def sampler_of(cell: Cell) -> tb.MemoryBudgetBatchSampler:
-    cost = tb.PaddedCost(unit_bytes=4 * CHANNELS)
+    bytes_ = int(cell.batch_mib * 2**20)
     return tb.MemoryBudgetBatchSampler(
-        lengths(cell.samples), cost, int(cell.batch_mib * 2**20), window=cell.samples // 4
+        lengths(cell.samples), COST, bytes_, window=cell.samples // 4
     )
-
-
-def stream_of(cell: Cell) -> tb.BudgetedIterableDataset:
-    return tb.BudgetedIterableDataset(
-        Arrays(cell),
-        tb.PaddedCost(unit_bytes=4 * CHANNELS),
-        int(cell.batch_mib * 2**20),
-        size="x",
-        look_ahead="8MiB",
-    )
-
-
-def loader_arguments(cell: Cell, dataset: Any, order: Any) -> dict[str, Any]:
-    """Of the data set in this order, beside the options that are asked for."""
-    if cell.data == "stream":
-        return {"dataset": order, "batch_size": None}
-    given = {"dataset": dataset, "collate_fn": tb.PadCollate()}
-    if cell.order == "shuffle":
-        return given | {"batch_size": 8, "shuffle": True}
-    return given | {"batch_sampler": order}
 
 
 def run(cell: Cell) -> dict[str, Any]:
-    is_stream = cell.data == "stream"
-    dataset = None if is_stream else dataset_of(cell)
-    order: Any = stream_of(cell) if is_stream else sampler_of(cell)
+    order: Any
+    collate = None
+    if cell.data == "stream":
+        dataset, bytes_ = None, int(cell.batch_mib * 2**20)
+        order = tb.BudgetedIterableDataset(Arrays(cell), COST, bytes_, size="x", look_ahead="8MiB")
+        arguments = {"dataset": order, "batch_size": None}
+    else:
+        dataset, order, collate = dataset_of(cell), sampler_of(cell), tb.PadCollate()
+        arguments = {"dataset": dataset, "collate_fn": collate, "batch_sampler": order}
+        if cell.order == "shuffle":
+            arguments = arguments | {"batch_sampler": None, "batch_size": 8, "shuffle": True}
     gc.collect()
-    budget = host_budget(cell)
-    plain = loader_arguments(cell, dataset, order)
+    budget = cell.host_mib * 2**20 if cell.host_mib else resident() + cell.mib * 2**20
+    make = partial(DataLoader, **arguments, worker_init_fn=collect)
     state = torch.get_rng_state()
-    needs, one_more, options, explained = None, None, {}, ""
-    if cell.plain is None:
+    needs, one_more, explained = None, None, ""
+    options: dict[str, Any] = {"multiprocessing_context": cell.start}
+    if cell.plain is not None:
+        options |= {"num_workers": cell.plain[0], "prefetch_factor": cell.plain[1]}
+        needs = host_bytes(make(**options)) if cell.order else None
+    else:
         chosen = tb.loader_options(
             order,
             tb.MemoryBudget(host=budget),
             dataset=dataset,
-            collate_fn=None if is_stream else tb.PadCollate(),
+            collate_fn=collate,
             worker_init_fn=collect,
             multiprocessing_context=cell.start,
             max_workers=cell.workers,
         )
-        options, needs, explained = dict(chosen), chosen.needs, chosen.explain()
-        if options["num_workers"] < cell.workers:
-            one_more = bytes_of_one_more(cell, plain, options)
-    else:
-        workers, prefetch = cell.plain
-        options = {
-            "num_workers": workers,
-            "prefetch_factor": prefetch,
-            "multiprocessing_context": cell.start,
-        }
-        if cell.order:
-            asked: Any = DataLoader(**plain, **options, worker_init_fn=collect)
-            needs = host_bytes(asked)
+        needs, explained = chosen.needs, chosen.explain()
+        if chosen["num_workers"] < cell.workers:  # with as few batches ahead as there can be
+            more = {"num_workers": chosen["num_workers"] + 1, "prefetch_factor": 1}
+            one_more = host_bytes(make(**dict(chosen) | options | more)).total_bytes
+        options = dict(chosen)
     assert state.equal(torch.get_rng_state())
     warnings.filterwarnings("ignore", "This DataLoader will create")
     peaks: dict[str, int] = {}
     with peaks_of_this_tree(peaks) if cell.watched else nullcontext():
-        labels = loop(DataLoader(**plain, **options, worker_init_fn=collect), cell)
+        labels = loop(make(**options), cell)
     assert sorted(labels) == sorted([*range(cell.samples)] * cell.epochs)
     return {
         "budget": budget,
         "workers": options["num_workers"],
-        "prefetch": options["prefetch_factor"] or 0 if "prefetch_factor" in options else 0,
-        "predicted": None if needs is None else needs.total_bytes,
+        "prefetch": options.get("prefetch_factor") or 0,
+        "predicted": needs and needs.total_bytes,
         "one_more": one_more,
-        "predicted_shared": None if needs is None else needs.shared_bytes,
+        "predicted_shared": needs and needs.shared_bytes,
         "explained": explained,
         **peaks,
     }
 
 
-def bytes_of_one_more(cell: Cell, plain: dict[str, Any], options: dict[str, Any]) -> int:
-    """What a loader with one more worker would need, and as few batches ahead as there can be."""
-    more = options | {
-        "num_workers": options["num_workers"] + 1,
-        "prefetch_factor": 1,
-        "multiprocessing_context": cell.start,
-    }
-    needs = host_bytes(DataLoader(**plain, **more, worker_init_fn=collect))
-    return needs.total_bytes
+def resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
-def host_budget(cell: Cell) -> int:
-    if cell.host_mib is not None:
-        return cell.host_mib * 2**20
-    status = Path("/proc/self/status").read_text().splitlines()
-    [resident] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS")]
-    return resident + cell.mib * 2**20
-
-
-def main() -> None:
-    """Run the cell of the command line; here, so that spawned workers find its classes."""
-    given = json.loads(sys.argv[1])
-    if given["plain"] is not None:
-        given["plain"] = tuple(given["plain"])
-    sys.stdout.write(json.dumps(run(Cell(**given))) + "\n")
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(run(Cell(**json.loads(sys.argv[1])))) + "\n")

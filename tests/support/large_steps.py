@@ -153,8 +153,9 @@ def large_step(
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
-    """Relative difference of all parameters, in the norm of the largest one of each tensor."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    """The largest relative difference of a parameter, in its norm; of sharded ones the whole's."""
+    wholes = [a.full_tensor() if hasattr(a, "full_tensor") else a for a in one.parameters()]
+    pairs = zip(wholes, other.parameters(), strict=True)
     return max(float((a - b).detach().norm() / (b.detach().norm() + 1e-30)) for a, b in pairs)
 
 

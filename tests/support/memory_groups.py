@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.commands import ENVIRONMENT
+from tests.support.commands import ROOT as REPOSITORY  # noqa: F401  (tests import it from here)
+
 SHM = Path("/dev/shm")
 # The shell joins the group before it becomes Python, so that all of Python's memory is charged
 # there: what a process holds stays with the group that it had when it took it.
@@ -64,7 +66,7 @@ class MemoryGroup:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT,
         ) as process:
             try:
                 yield process

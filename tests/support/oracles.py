@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget import PackedCost, PaddedCost
-
 
 def capacity(cost: Any, padded_size: Any, budget: int, most: int) -> int:
     """The largest n up to `most` that fits, by trying them all."""
@@ -94,26 +92,3 @@ def bytes_of(sizes: Any, cost: Any, batch: Any = slice(None), multiple: int = 1)
     if hasattr(cost, "base_bytes"):
         return int(cost.base_bytes + cost.item_bytes(own).sum())
     return int(cost.batch_bytes(len(own), own.max(axis=0)))
-
-
-def stated_bytes(cost: Any, sizes: npt.NDArray[Any]) -> float:
-    """The cost of one batch, by the formula of its model where that has one.
-
-    Args:
-        cost: a cost model.
-        sizes: of the batch's samples, shape `(n,)` or `(n, d)`, rounded up already.
-    """
-    padded = isinstance(cost, PaddedCost)
-    if not padded and not isinstance(cost, PackedCost):
-        return int(cost.batch_bytes(len(sizes), sizes.max(axis=0)))
-    lengths = sizes.reshape(len(sizes), -1).astype(np.float64)
-    if padded:
-        lengths = np.tile(lengths.max(axis=0), (len(lengths), 1))
-    axes = lengths.shape[1]
-    pair = np.reshape(
-        np.asarray(cost.pair_bytes, np.float64) + np.zeros((axes, axes)), (axes, axes)
-    )
-    unit = np.reshape(cost.unit_bytes, axes).astype(np.float64)
-    items = cost.sample_bytes + lengths @ unit + np.einsum("ki,ij,kj->k", lengths, pair, lengths)
-    whole = float(cost.fixed_bytes + items.sum())
-    return max(whole, float(cost.floor_bytes)) if padded else whole

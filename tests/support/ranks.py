@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -27,8 +26,6 @@ from typing import Any, NoReturn
 import psutil
 import torch
 import torch.distributed as dist
-
-ROOT = Path(__file__).parents[2]
 
 # The last line of every script, while its models and its group are alive.
 END = "\nfrom tests.support.ranks import leave\n\nleave()\n"
@@ -98,28 +95,8 @@ def run_ranks(
     codes = [process.exitcode for process in processes]
     expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ranks)]
     assert codes == expected, f"exit codes {codes}\n" + "\n".join(errors)
-    return _results(folder, ranks, killed)
-
-
-def torchrun(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
-    """As `run_ranks`, under torchrun itself, which takes seconds."""
-    path = folder / "script.py"
-    path.write_text(script + END)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run += [f"--nproc-per-node={ranks}", str(path), str(folder), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        run, env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    return _results(folder, ranks)
-
-
-def _results(folder: Path, ranks: int, killed: Sequence[int] = ()) -> list[Any]:
-    return [
-        None if rank in killed else json.loads((folder / f"{rank}.json").read_text())
-        for rank in range(ranks)
-    ]
+    survive = [None if rank in killed else folder / f"{rank}.json" for rank in range(ranks)]
+    return [file and json.loads(file.read_text()) for file in survive]
 
 
 def _have_ended(processes: list[Any], timeout_s: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tests.support.oracles import bytes_of
 from torchbudget.errors import OptionError, SampleError, UnevenRanksError
 
 T = TypeVar("T")
@@ -66,6 +67,14 @@ class Refusals:
             assert self._refused[law] <= tried / 2, f"{law}: {self._refused[law]} of {tried}"
 
 
+def two_fit(sizes: Any, cost: Any, budget: int, options: Mapping[str, Any]) -> bool:
+    """Whether every micro-batch has room for two samples, be they the largest."""
+    pair, multiple = np.stack([np.max(sizes, axis=0)] * 2), options.get("size_multiple", 1)
+    limits = [(cost, budget), *options.get("limits", ())]
+    fits = all(bytes_of(pair, model, multiple=multiple) <= limit for model, limit in limits)
+    return fits and options.get("max_batch_size") != 1
+
+
 def reasons_of(
     sizes: Any, cost: Any, budget: int, ranks: int, options: Mapping[str, Any]
 ) -> dict[str, bool]:
@@ -74,16 +83,7 @@ def reasons_of(
     Samples that no other fits beside are micro-batches of their own, of which there must be a
     multiple of the ranks' number. `drop_last` may drop all there is.
     """
-    multiple = options.get("size_multiple", 1)
-    largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
-    if hasattr(cost, "base_bytes"):
-        pair = int(cost.base_bytes + 2 * cost.item_bytes(largest[None])[0])
-    else:
-        pair = int(cost.batch_bytes(2, largest))
-    alone = pair > budget or options.get("max_batch_size") == 1
-    for model, limit in options.get("limits", ()):
-        alone |= int(model.batch_bytes(2, largest)) > limit
     return {
-        "cannot be dealt evenly": ranks > 1 and alone,
+        "cannot be dealt evenly": ranks > 1 and not two_fit(sizes, cost, budget, options),
         "drop_last=True leaves nothing": bool(options.get("drop_last")),
     }

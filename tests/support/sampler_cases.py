@@ -92,14 +92,15 @@ def padded_size(sizes: Any, batch: Any, cost: Any, multiple: int) -> Any:
     return -(-own.max(axis=0) // multiple) * multiple
 
 
-def check_limits(batches: Any, sizes: Any, cost: Any, budget: int, options: Any) -> None:
-    """Law 1: no batch is empty, over the budget, over another limit, or of too many samples."""
-    multiple = options["size_multiple"]
-    for batch in batches:
-        assert batch
-        assert len(batch) <= options.get("max_batch_size", len(batch))
+def check_batch(sizes: Any, cost: Any, budget: int, options: Any) -> None:
+    """Law 1: it is not empty, nor over the budget, another limit, or of too many samples."""
+    number = len(sizes)
+    assert number, "an empty batch"
+    assert number <= options.get("max_batch_size", number), "max_batch_size"
+    if number > 1 or options.get("oversize") != "alone":
         for model, limit in [(cost, budget), *options.get("limits", ())]:
-            assert bytes_of(sizes, model, batch, multiple) <= limit
+            bytes_ = bytes_of(sizes, model, multiple=options.get("size_multiple", 1))
+            assert bytes_ <= limit, f"{bytes_} bytes of {limit}"
 
 
 def check_state_size(text: str, state: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 
@@ -19,29 +19,14 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 300), 1, 400).astype(
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
-class Numbers(Dataset[int]):
-    """Sample k is the number k."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def as_list(samples: list[int]) -> list[int]:
-    return samples
-
-
 def sampler_of(sizes: Any = LENGTHS, budget: Any = 1000, **options: Any) -> Any:
     return MemoryBudgetBatchSampler(sizes, options.pop("cost", TOKENS), budget, **options)
 
 
 def loader_of(sampler: Any, **options: Any) -> DataLoader[int]:
-    return DataLoader(Numbers(len(LENGTHS)), batch_sampler=sampler, collate_fn=as_list, **options)
+    """Sample k is the number k."""
+    numbers: Any = range(len(LENGTHS))
+    return DataLoader(numbers, batch_sampler=sampler, collate_fn=list, **options)
 
 
 def counted(batches: Iterable[list[int]]) -> Counter[int]:

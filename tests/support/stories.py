@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.samplers import LENGTHS
-from tests.support.tracked_streams import SIZES
+from tests.support.streams import SIZES
 
 
 def tell(

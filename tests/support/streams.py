@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
+from tests.support.resuming import as_json
 from torchbudget import BudgetedIterableDataset, PaddedCost
 from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
 from torchbudget.data.stream.epoch_reader import EpochReader
@@ -28,19 +29,6 @@ class Numbered:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(list(enumerate(self.sizes)))
-
-
-class Indexed(Dataset[Any]):
-    """A map-style dataset of given samples."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
 
 
 class SplitsItself(IterableDataset[Any]):
@@ -67,7 +55,7 @@ def source_of(kind: str, sizes: Any, cuts: list[int]) -> Any:
     samples = list(Numbered(sizes))
     return {
         "iterable": lambda: Numbered(sizes),
-        "map": lambda: Indexed(samples),
+        "map": lambda: Subset(samples, range(len(samples))),
         "shards": lambda: shards_of(sizes, cuts),
         "function": lambda: lambda shard, shards: iter(samples[shard::shards]),
         "splits itself": lambda: SplitsItself(samples),
@@ -149,3 +137,33 @@ def workers_of(state: Any) -> list[dict[str, Any]]:
     """Where each worker stands, in the state of a stream; of the only rank that it has."""
     [processes] = [state[name] for name in state if name == "processes" or name[:5] == "rank "]
     return [StreamCursor(state["epoch"], *row)._asdict() for row in processes[0]["workers"]]
+
+
+# ---------------------------------------------------------------------- 400 samples, in loops
+
+SIZES = np.random.default_rng(2).integers(1, 60, 400)
+
+
+def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
+    options = {"size": size_of, "window": 64, "collate_fn": same} | options
+    budget = options.pop("budget", 300)
+    if kind == "splits itself":
+        options["split"] = "workers"
+    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, budget, **options)
+
+
+def begun_at(done: int, workers: int = 2, **options: Any) -> tuple[list[Any], Any]:
+    """A whole epoch's batches, and a stream that begins after so many of them."""
+    running = make(**options)
+    whole = list(loader_of(make(**options), workers))
+    list(islice(tracked_loop(running, workers), done))
+    stream = make(**options)
+    stream.load_state_dict(as_json(running.state_dict()))
+    return whole, stream
+
+
+def epochs_of(
+    stream: BudgetedIterableDataset, workers: int, epochs: int, *, tracked: bool, **options: Any
+) -> list[list[Any]]:
+    loader = loader_of(stream, workers, **options)
+    return [list(stream.tracked(loader) if tracked else loader) for _ in range(epochs)]

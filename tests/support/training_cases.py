@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ Step: TypeAlias = Callable[[Batch], torch.Tensor]
 MakeBatch: TypeAlias = Callable[[int, Any], Batch]
 MakeOptimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
-VOCABULARY = 500
+VOCABULARY, WIDTH = 500, 64
 SGD: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3)
 MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3)
@@ -26,23 +26,35 @@ FOREACH: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 
 @dataclass(frozen=True)
 class Training:
-    """A model in training: `step` runs on what `make_batch` makes."""
+    """A model in training: `step` runs on what `make_batch` makes.
+
+    Attributes:
+        max_size: the largest size on each axis.
+        min_size: the smallest size on every axis.
+        max_n: the most samples to compare; fewer where the step loops over them.
+        multiple: what all patches, strides and windows of the layers divide; 1: there are none.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Step
     make_batch: MakeBatch
     max_size: int | tuple[int, ...]
+    _: KW_ONLY
+    min_size: int = 1
+    max_n: int = 256
+    multiple: int = 1
 
 
 def training(
     model: nn.Module,
-    loss_of: Callable[[nn.Module, Batch], torch.Tensor],
+    loss_of: Callable[[Any, Batch], torch.Tensor],
     make_batch: MakeBatch,
     max_size: int | tuple[int, ...],
     optimizer: MakeOptimizer = ADAMW,
     *,
     autocast: bool = False,
+    **limits: int,
 ) -> Training:
     trained = optimizer(model.parameters())
 
@@ -54,7 +66,14 @@ def training(
         trained.zero_grad()
         return loss.detach()
 
-    return Training(model, trained, step, make_batch, max_size)
+    return Training(model, trained, step, make_batch, max_size, **limits)
+
+
+def lengths(n: int, longest: int) -> torch.Tensor:
+    """Random lengths of n samples, at least one of which is the longest, shape `(n,)`."""
+    drawn = torch.randint(1, longest + 1, (n,))
+    drawn[0] = longest
+    return drawn
 
 
 def tokens(n: int, length: int) -> Batch:
@@ -72,15 +91,15 @@ def next_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 class Attention(nn.Module):
     """Attention with scores that are kept (`materialised`), or by the fused kernel."""
 
-    def __init__(self, width: int, heads: int, dropout: float, *, materialised: bool) -> None:
+    def __init__(self, *, materialised: bool, causal: bool) -> None:
         super().__init__()
-        self.heads, self.materialised = heads, materialised
-        self.query, self.both = nn.Linear(width, width), nn.Linear(width, 2 * width)
-        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
+        self.materialised, self.causal = materialised, causal
+        self.query, self.both = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.out, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         def split(y: torch.Tensor) -> torch.Tensor:
-            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return y.unflatten(-1, (4, -1)).transpose(1, 2)
 
         query = split(self.query(x))
         key, value = map(split, self.both(memory).chunk(2, -1))
@@ -88,21 +107,20 @@ class Attention(nn.Module):
             scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
             y = self.dropout(scores.softmax(-1)) @ value
         else:
-            y = F.scaled_dot_product_attention(query, key, value)
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
     def __init__(
-        self, width: int, heads: int, dropout: float, *, materialised: bool, cross: bool = False
+        self, *, materialised: bool = False, causal: bool = False, cross: bool = False
     ) -> None:
         super().__init__()
-        make = partial(Attention, width, heads, dropout, materialised=materialised)
-        self.attention = make()
-        self.cross = make() if cross else None
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        make = partial(Attention, materialised=materialised, causal=causal)
+        self.attention, self.cross = make(), make() if cross else None
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.mix = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
         )
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,38 +133,28 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(
-        self,
-        layers: int = 2,
-        width: int = 64,
-        heads: int = 4,
-        dropout: float = 0.1,
-        *,
-        materialised: bool = False,
-        checkpointed: bool = False,
-    ) -> None:
+    def __init__(self, layers: int = 2, *, checkpointed: bool = False, **how: bool) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            Layer(width, heads, dropout, materialised=materialised) for _ in range(layers)
-        )
-        self.head = nn.Linear(width, VOCABULARY)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Layer(**how) for _ in range(layers))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return self.head(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(x))
 
 
 class Translator(nn.Module):
-    def __init__(self, width: int = 64, heads: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.encoder = Layer(width, heads, 0.1, materialised=True)
-        self.decoder = Layer(width, heads, 0.1, materialised=True, cross=True)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.encoder = Layer(materialised=True)
+        self.decoder = Layer(materialised=True, cross=True)
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         memory = self.encoder(self.embed(source))
@@ -171,11 +179,12 @@ def translator() -> Training:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], width: int = 64) -> None:
+    def __init__(self, kind: Any, layers: int = 2, width: int = 64, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.rnn = kind(width, width, num_layers=2, batch_first=True)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.rnn = kind(width, width, layers, batch_first=True, **options)
+        directions = 2 if self.rnn.bidirectional else 1
+        self.head = nn.Linear(directions * width, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.embed(x))[0])
@@ -246,40 +255,41 @@ def heavy() -> Training:
     return training(nn.Sequential(*model, head), loss_of, make_batch, 1000)
 
 
-class Graphs(nn.Module):
-    """Two rounds of messages along edges, for graphs that are padded to (nodes, edges)."""
+class Messages(nn.Module):
+    """Nodes hear from their neighbours, three times; the mean of each graph counts."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(8, width)
-        self.message = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
-        self.update = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
-        self.head = nn.Linear(width, 1)
+        self.embed, self.head = nn.Linear(9, 32), nn.Linear(32, 1)
+        self.message = nn.ModuleList(nn.Linear(64 + 4, 32) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        n, nodes, _ = x.shape
-        x = self.embed(x).flatten(0, 1)
-        source, target = (edges + torch.arange(n)[:, None, None] * nodes).movedim(1, 0).flatten(1)
-        for message, update in zip(self.message, self.update, strict=True):
-            sent = F.relu(message(torch.cat([x[source], x[target]], -1)))
-            received = torch.zeros_like(x).index_add(0, target, sent)
-            x = F.relu(update(torch.cat([x, received], -1)))
-        return self.head(x).unflatten(0, (n, nodes)).mean((1, 2))
+    def forward(self, batch: Batch) -> torch.Tensor:
+        (source, target), x = batch["edges"], self.embed(batch["nodes"])
+        for message in self.message:
+            heard = message(torch.cat([x[source], x[target], batch["kinds"]], -1)).relu()
+            x = x + torch.zeros_like(x).index_add_(0, target, heard)
+        total = x.new_zeros(len(batch["y"]), 32).index_add_(0, batch["of"], x)
+        count = torch.bincount(batch["of"], minlength=len(batch["y"])).clamp(min=1)
+        return self.head(total / count[:, None])[:, 0]
 
 
-def graphs() -> Training:
-    def make_batch(n: int, size: tuple[int, int]) -> Batch:
+def graphs(most_nodes: int = 120, most_edges: int = 260) -> Training:
+    """Sizes are nodes and edges; all graphs of a batch are one."""
+
+    def make(n: int, size: tuple[int, int]) -> Batch:
         nodes, edges = size
         return {
-            "x": torch.randn(n, nodes, 8),
-            "edges": torch.randint(0, nodes, (n, 2, edges)),
+            "nodes": torch.randn(n * nodes, 9),
+            "kinds": torch.randn(n * edges, 4),
+            "edges": torch.randint(n * nodes, (2, n * edges)),
+            "of": torch.arange(n).repeat_interleave(nodes),
             "y": torch.randn(n),
         }
 
-    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return F.mse_loss(model(batch["x"], batch["edges"]), batch["y"])
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.l1_loss(model(batch), batch["y"])
 
-    return training(Graphs(), loss_of, make_batch, (200, 800))
+    return training(Messages(), loss, make, (most_nodes, most_edges), min_size=2)
 
 
 CASES: dict[str, Callable[[], Training]] = {
@@ -295,5 +305,5 @@ CASES: dict[str, Callable[[], Training]] = {
     "waves": waves,
     "images": images,
     "heavy": heavy,
-    "graphs": graphs,
+    "graphs": partial(graphs, 200, 800),
 }

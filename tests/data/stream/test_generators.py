@@ -14,12 +14,12 @@ import torch
 from tests.support.resuming import check_every_stop
 from tests.support.streams import (
     TOKENS,
-    Indexed,
     Numbered,
     numbers,
     processes_of,
     same,
     size_of,
+    source_of,
 )
 from torchbudget import BudgetedIterableDataset, transforms
 
@@ -110,7 +110,7 @@ def test_the_process_keeps_its_own_numbers(source: Any, look_ahead: int | None) 
     seed()
     expected = [drawn() for _ in range(100)]
     seed()
-    data = Indexed(list(Numbered(SIZES))) if source == "map" else Shuffles("numpy")
+    data = source_of("map", SIZES, []) if source == "map" else Shuffles("numpy")
     stream = stream_of(partial(crop, "torch"), data, look_ahead=look_ahead)
     found = [drawn() for _, _ in zip(range(100), iter(stream), strict=False)]
     assert found == expected[: len(found)]

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from tests.support.tracked_streams import make
+from tests.support.streams import make
 from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import StateError, StateMismatchError
 

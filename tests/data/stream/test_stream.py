@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
-from tests.support.refusals import Refusals
+from tests.support.refusals import Refusals, two_fit
 from tests.support.resuming import in_parts
 from tests.support.strategies import problems
 from tests.support.streams import (
@@ -83,9 +83,8 @@ def reasons_of(made: Any) -> dict[str, bool]:
     """
     sizes, options, source = made
     ranks = options["num_replicas"]
-    pair = bytes_of([np.max(sizes, axis=0)] * 2, options["cost"])
-    whole = not isinstance(source, list) and "look_ahead" not in options
-    even = pair <= options["budget"] and whole and len(sizes) >= ranks
+    even = two_fit(sizes, options["cost"], options["budget"], {}) and len(sizes) >= ranks
+    even &= not isinstance(source, list) and "look_ahead" not in options
     return {f"{ranks} ranks": ranks > 1 and not even}
 
 

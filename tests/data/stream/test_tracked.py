@@ -13,14 +13,16 @@ from torch.utils.data import DataLoader
 from tests.support.resuming import as_json, check_every_stop, in_parts
 from tests.support.streams import (
     KINDS,
+    SIZES,
     TOKENS,
     Numbered,
+    begun_at,
     loader_of,
+    make,
     same,
     size_of,
     tracked_loop,
 )
-from tests.support.tracked_streams import SIZES, begun_at, make
 from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from tests.support.resuming import as_json
-from tests.support.streams import loader_of, tracked_loop, workers_of
-from tests.support.tracked_streams import SIZES, epochs_of, joined, make, samples_of
+from tests.support.streams import (
+    SIZES,
+    epochs_of,
+    loader_of,
+    make,
+    numbers,
+    tracked_loop,
+    workers_of,
+)
 from torchbudget.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -35,8 +42,9 @@ def test_an_epoch_goes_on_where_the_last_one_ended(
     found = epochs_of(several(), workers, 9, tracked=tracked, persistent_workers=persistent)
     assert [len(epoch) for epoch in found] == [12] * 9
     [whole] = epochs_of(make(kind, batches_per_epoch=108), workers, 1, tracked=False)
-    assert samples_of(joined(found)) == samples_of(whole)
-    assert set(samples_of(joined(found))) == set(range(len(SIZES)))
+    together = numbers([batch for epoch in found for batch in epoch])
+    assert together == numbers(whole)
+    assert set(together) == set(range(len(SIZES)))
 
 
 @pytest.mark.parametrize("persistent", [False, True])

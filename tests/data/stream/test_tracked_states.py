@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.resuming import as_pickle
-from tests.support.streams import OneProcess, loader_of
-from tests.support.tracked_streams import begun_at, make, samples_of
+from tests.support.streams import OneProcess, begun_at, loader_of, make, numbers
 from torchbudget import BudgetedIterableDataset, PaddedCost
 from torchbudget.data.stream.cursor import StreamState, WorkerSlot
 from torchbudget.errors import DiscardedStateWarning, StateError
@@ -53,7 +52,7 @@ def test_a_tracked_loop_that_is_broken_off_goes_on(
     assert stream.epoch == 1
     expected = make("shards")
     expected.set_epoch(1)
-    assert samples_of(list(stream.tracked(loader))) == samples_of(list(expected))
+    assert numbers(list(stream.tracked(loader))) == numbers(list(expected))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -135,7 +134,7 @@ def test_loops_inside_a_tracked_loop_change_nothing(workers: int) -> None:
     loader = loader_of(stream, workers)
     batches = stream.tracked(loader)
     taken = list(islice(batches, 9))
-    assert samples_of(list(loader)) == samples_of(whole)
+    assert numbers(list(loader)) == numbers(whole)
     assert isinstance(next(iter(stream)), list)
     following = make()
     following.load_state_dict(stream.state_dict())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.support import samplers, streams
-from tests.support.tracked_streams import make
+from tests.support.streams import make
 
 folder, files, saves = sys.argv[1:]
 dist.init_process_group("gloo")

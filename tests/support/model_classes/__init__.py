@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.support.model_classes.case import Case
 from tests.support.model_classes.fields import FIELDS
 from tests.support.model_classes.sequences import SEQUENCES
+from tests.support.training_cases import Training
 
-CLASSES: dict[str, Callable[[], Case]] = {**SEQUENCES, **FIELDS}
+CLASSES: dict[str, Callable[[], Training]] = {**SEQUENCES, **FIELDS}

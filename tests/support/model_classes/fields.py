@@ -10,18 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.support.model_classes.case import Case, case
-from tests.support.training_cases import Batch
+from tests.support.training_cases import Batch, Training, graphs, pooled_loss, training
 
 # ---------------------------------------------------------------------- images and volumes
 
 
 def picture(n: int, size: tuple[int, int]) -> Batch:
-    return {"x": torch.randn(n, 3, *size), "label": torch.randint(10, (n,))}
-
-
-def classified(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["label"])
+    return {"x": torch.randn(n, 3, *size), "y": torch.randint(10, (n,))}
 
 
 class Residual(nn.Module):
@@ -37,7 +32,7 @@ class Residual(nn.Module):
         return (self.norms[1](self.two(y)) + self.skip(x)).relu_()
 
 
-def residual() -> Case:
+def residual() -> Training:
     """Strided residual blocks after pooling that rounds up; SGD with momentum."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 7, stride=2, padding=3),
@@ -53,7 +48,7 @@ def residual() -> Case:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)
 
-    return case(model, classified, picture, (160, 160), optimizer, min_size=20, max_n=64)
+    return training(model, pooled_loss, picture, (160, 160), optimizer, min_size=20, max_n=64)
 
 
 class Segmenter(nn.Module):
@@ -81,11 +76,11 @@ class Segmenter(nn.Module):
         return self.last(x)[..., :height, :width]
 
 
-def u_net() -> Case:
+def u_net() -> Training:
     def make(n: int, size: tuple[int, int]) -> Batch:
-        return {"x": torch.randn(n, 3, *size), "label": torch.randint(4, (n, *size))}
+        return {"x": torch.randn(n, 3, *size), "y": torch.randint(4, (n, *size))}
 
-    return case(Segmenter(), classified, make, (128, 128), min_size=16, max_n=64)
+    return training(Segmenter(), pooled_loss, make, (128, 128), min_size=16, max_n=64)
 
 
 class Denoiser(nn.Module):
@@ -105,16 +100,16 @@ class Denoiser(nn.Module):
         return self.up(y, output_size=x.shape[-2:])
 
 
-def diffusion() -> Case:
+def diffusion() -> Training:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         x, time = batch["x"], torch.rand(len(batch["x"]))
         noise = torch.randn_like(x)
         return F.mse_loss(model(torch.lerp(x, noise, time.view(-1, 1, 1, 1)), time), noise)
 
-    return case(Denoiser(), loss, picture, (96, 96), min_size=8, max_n=64, multiple=4)
+    return training(Denoiser(), loss, picture, (96, 96), min_size=8, max_n=64, multiple=4)
 
 
-def volumes() -> Case:
+def volumes() -> Training:
     """Three ragged axes; convolutions, average pooling and a trilinear map of labels."""
     model = nn.Sequential(
         nn.Conv3d(1, 8, 3, padding=1),
@@ -127,14 +122,14 @@ def volumes() -> Case:
     )
 
     def make(n: int, size: tuple[int, int, int]) -> Batch:
-        return {"x": torch.randn(n, 1, *size), "label": torch.randint(2, (n, *size))}
+        return {"x": torch.randn(n, 1, *size), "y": torch.randint(2, (n, *size))}
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        shape = batch["label"].shape[1:]
+        shape = batch["y"].shape[1:]
         logits = F.interpolate(model(batch["x"]), shape, mode="trilinear", align_corners=False)
-        return F.cross_entropy(logits, batch["label"])
+        return F.cross_entropy(logits, batch["y"])
 
-    return case(model, loss, make, (32, 48, 48), min_size=6, max_n=16)
+    return training(model, loss, make, (32, 48, 48), min_size=6, max_n=16)
 
 
 # ---------------------------------------------------------------------- sets and graphs
@@ -156,54 +151,17 @@ class Points(nn.Module):
         return self.head(self.edge(edges).amax(2).amax(1))
 
 
-def points() -> Case:
+def points() -> Training:
     def make(n: int, count: int) -> Batch:
-        return {"x": torch.randn(n, count, 3), "label": torch.randint(10, (n,))}
+        return {"x": torch.randn(n, count, 3), "y": torch.randint(10, (n,))}
 
-    return case(Points(), classified, make, 1024, min_size=8)
-
-
-class Messages(nn.Module):
-    """Nodes hear from their neighbours, three times; the mean of each graph counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(9, 32), nn.Linear(32, 1)
-        self.message = nn.ModuleList(nn.Linear(64 + 4, 32) for _ in range(3))
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        (source, target), x = batch["edges"], self.embed(batch["nodes"])
-        for message in self.message:
-            heard = message(torch.cat([x[source], x[target], batch["kinds"]], -1)).relu()
-            x = x + torch.zeros_like(x).index_add_(0, target, heard)
-        total = x.new_zeros(len(batch["y"]), 32).index_add_(0, batch["of"], x)
-        count = torch.bincount(batch["of"], minlength=len(batch["y"])).clamp(min=1)
-        return self.head(total / count[:, None])[:, 0]
-
-
-def graphs() -> Case:
-    """Sizes are nodes and edges; all graphs of a batch are one."""
-
-    def make(n: int, size: tuple[int, int]) -> Batch:
-        nodes, edges = size
-        return {
-            "nodes": torch.randn(n * nodes, 9),
-            "kinds": torch.randn(n * edges, 4),
-            "edges": torch.randint(n * nodes, (2, n * edges)),
-            "of": torch.arange(n).repeat_interleave(nodes),
-            "y": torch.randn(n),
-        }
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return F.l1_loss(model(batch), batch["y"])
-
-    return case(Messages(), loss, make, (120, 260), min_size=2)
+    return training(Points(), pooled_loss, make, 1024, min_size=8)
 
 
 # ---------------------------------------------------------------------- several networks
 
 
-def contrastive() -> Case:
+def contrastive() -> Training:
     """Text and images meet in a matrix of all pairs, with a learned temperature."""
 
     class Pairs(nn.Module):
@@ -225,10 +183,10 @@ def contrastive() -> Case:
         right = torch.arange(len(logits))
         return (F.cross_entropy(logits, right) + F.cross_entropy(logits.T, right)) / 2
 
-    return case(Pairs(), loss, make, 256)
+    return training(Pairs(), loss, make, 256)
 
 
-def adversarial() -> Case:
+def adversarial() -> Training:
     """A generator of lines and its critic with a gradient penalty, an optimizer each."""
     make_line = nn.Sequential(nn.Conv1d(4, 32, 5, padding=2), nn.ReLU(), nn.Conv1d(32, 1, 5, 1, 2))
     critic = nn.Sequential(nn.Conv1d(1, 32, 5, 2, 2), nn.SiLU(), nn.Conv1d(32, 1, 5, 2, 2))
@@ -253,7 +211,7 @@ def adversarial() -> Case:
     def make(n: int, length: int) -> Batch:
         return {"x": torch.randn(n, 1, length)}
 
-    return Case(nets, first, step, make, 4096, min_size=32, max_n=64)
+    return Training(nets, first, step, make, 4096, min_size=32, max_n=64)
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -277,7 +235,7 @@ class Preconditioned(torch.optim.Optimizer):
                 p.add_((state["root"] @ rows).view_as(p), alpha=-1e-3)
 
 
-def preconditioned() -> Case:
+def preconditioned() -> Training:
     """A flat network over the mean of its points; a teacher follows it as a moving average."""
     model = nn.Sequential(nn.Linear(24, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 10))
     teacher = torch.optim.swa_utils.AveragedModel(model)
@@ -294,10 +252,10 @@ def preconditioned() -> Case:
         optimizer.zero_grad()
         teacher.update_parameters(model)
 
-    return Case(model, optimizer, step, make, 512)
+    return Training(model, optimizer, step, make, 512)
 
 
-FIELDS: dict[str, Callable[[], Case]] = {
+FIELDS: dict[str, Callable[[], Training]] = {
     "residual blocks": residual,
     "U-Net": u_net,
     "diffusion": diffusion,

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.model_classes.case import Case, case, lengths
-from tests.support.training_cases import Batch
+from tests.support.training_cases import Batch, Recurrent, Training, Transformer, lengths, training
 from torchbudget import PackCollate, PadCollate
 
 WORDS, WIDTH = 400, 48
@@ -44,7 +43,7 @@ class Encoder(nn.Module):
         return self.head(self.body(x, src_key_padding_mask=hidden)[:, 0])
 
 
-def encoder() -> Case:
+def encoder() -> Training:
     def make(n: int, length: int) -> Batch:
         return words(n, length) | {"lengths": lengths(n, length)}
 
@@ -52,56 +51,23 @@ def encoder() -> Case:
         hidden = torch.arange(batch["ids"].shape[1]) >= batch["lengths"][:, None]
         return F.cross_entropy(model(batch["ids"], hidden), batch["label"])
 
-    return case(Encoder(), loss, make, 512)
-
-
-class Decoder(nn.Module):
-    """A causal decoder of fused attention, whose blocks may be checkpointed."""
-
-    def __init__(self, blocks: int = 2, *, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(blocks))
-        self.mix = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 192), nn.SiLU(), nn.Linear(192, 48))
-            for _ in range(blocks)
-        )
-
-    def block(self, k: int, x: torch.Tensor) -> torch.Tensor:
-        n, length, _ = x.shape
-        q, k_, v = self.qkv[k](F.layer_norm(x, (WIDTH,))).view(n, length, 3, 4, -1).unbind(2)
-        q, k_, v = (y.transpose(1, 2) for y in (q, k_, v))
-        y = F.scaled_dot_product_attention(q, k_, v, is_causal=True)
-        x = x + y.transpose(1, 2).reshape(n, length, WIDTH)
-        return x + self.mix[k](x)
-
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for k in range(len(self.qkv)):
-            if self.checkpointed:
-                x = checkpoint(self.block, k, x, use_reentrant=False)
-            else:
-                x = self.block(k, x)
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.hidden(x))
+    return training(Encoder(), loss, make, 512)
 
 
 def shifted(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), x[:, 1:].reshape(-1))
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
 def decoder_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return shifted(model(batch["ids"]), batch["ids"])
 
 
-def checkpointed() -> Case:
-    return case(Decoder(4, checkpointed=True), decoder_loss, words, 1024, min_size=2, autocast=True)
+def checkpointed() -> Training:
+    model = Transformer(4, checkpointed=True, causal=True)
+    return training(model, decoder_loss, words, 1024, min_size=2, autocast=True)
 
 
-def chunked_loss() -> Case:
+def chunked_loss() -> Training:
     """The head and the loss run on 256 positions of the flattened batch at a time."""
 
     def loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -116,12 +82,12 @@ def chunked_loss() -> Case:
             total = total + part
         return total / len(target)
 
-    return case(Decoder(), loss, words, 768)
+    return training(Transformer(causal=True), loss, words, 768)
 
 
-def micro_batches() -> Case:
+def micro_batches() -> Training:
     """Gradients of at most 8 samples each are summed within the step, then clipped."""
-    model = Decoder()
+    model = Transformer(causal=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(batch: Batch) -> None:
@@ -131,12 +97,12 @@ def micro_batches() -> Case:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return Case(model, optimizer, step, words, 256, min_size=2)
+    return Training(model, optimizer, step, words, 256, min_size=2)
 
 
-def counted_tokens() -> Case:
+def counted_tokens() -> Training:
     """The loss is divided by a Python int of the mask, and logged as a float each step."""
-    model, log = Decoder(), []
+    model, log = Transformer(causal=True), []
     optimizer = torch.optim.Adam(model.parameters())
 
     def make(n: int, length: int) -> Batch:
@@ -151,10 +117,10 @@ def counted_tokens() -> Case:
         optimizer.zero_grad()
         log[:] = [loss.item()]
 
-    return Case(model, optimizer, step, make, 512)
+    return Training(model, optimizer, step, make, 512)
 
 
-def translator() -> Case:
+def translator() -> Training:
     """`nn.Transformer` on source and target, with a causal mask and one of each padding."""
 
     class Translator(nn.Module):
@@ -176,7 +142,7 @@ def translator() -> Case:
         logits = model(batch["s"], batch["t"][:, :-1])
         return F.cross_entropy(logits.mT, batch["t"][:, 1:], label_smoothing=0.1)
 
-    return case(Translator(), loss, make, (256, 128))
+    return training(Translator(), loss, make, (256, 128))
 
 
 class Relative(nn.Module):
@@ -203,11 +169,11 @@ class Relative(nn.Module):
         return self.head(x + y.transpose(1, 2).reshape(n, length, width))
 
 
-def relative_positions() -> Case:
+def relative_positions() -> Training:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["ids"].flatten())
 
-    return case(Relative(), loss, words, 512)
+    return training(Relative(), loss, words, 512)
 
 
 class Latents(nn.Module):
@@ -232,8 +198,8 @@ def labelled_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["ids"]), batch["label"])
 
 
-def latents() -> Case:
-    return case(Latents(), labelled_loss, words, 2048, torch.optim.RMSprop)
+def latents() -> Training:
+    return training(Latents(), labelled_loss, words, 2048, torch.optim.RMSprop)
 
 
 class Experts(nn.Module):
@@ -261,8 +227,8 @@ class Experts(nn.Module):
         return self.head(y).unflatten(0, x.shape)
 
 
-def capacity_experts() -> Case:
-    return case(Experts(), decoder_loss, words, 128, min_size=2)
+def capacity_experts() -> Training:
+    return training(Experts(), decoder_loss, words, 128, min_size=2)
 
 
 class Routed(Experts):
@@ -279,14 +245,14 @@ class Routed(Experts):
         return self.head(y + out).unflatten(0, x.shape)
 
 
-def routed_experts() -> Case:
-    return case(Routed(), decoder_loss, words, 128, min_size=2)
+def routed_experts() -> Training:
+    return training(Routed(), decoder_loss, words, 128, min_size=2)
 
 
 # ---------------------------------------------------------------------- batches of the library
 
 
-def mask_of_padded() -> Case:
+def mask_of_padded() -> Training:
     """`PadCollate`'s batch, whose `mask` hides the padding."""
     collate = PadCollate()
 
@@ -297,10 +263,10 @@ def mask_of_padded() -> Case:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch["ids"], ~batch.mask), batch["label"])
 
-    return case(Encoder(), loss, make, 512)
+    return training(Encoder(), loss, make, 512)
 
 
-def packed_rows() -> Case:
+def packed_rows() -> Training:
     """`PackCollate`'s batch: all tokens in a row, means of the samples by their ends."""
     collate = PackCollate()
     model = nn.Sequential(
@@ -319,13 +285,13 @@ def packed_rows() -> Case:
         mean = mean / batch.lengths[:, None]
         return F.cross_entropy(logits, batch["ids"]) + mean.square().mean()
 
-    return case(model, loss, make, 1024)
+    return training(model, loss, make, 1024)
 
 
 # ---------------------------------------------------------------------- loops, recurrence, sound
 
 
-def tagger() -> Case:
+def tagger() -> Training:
     """A conditional random field: the forward algorithm walks over the length."""
 
     class Tagger(nn.Module):
@@ -346,27 +312,17 @@ def tagger() -> Case:
     def make(n: int, length: int) -> Batch:
         return {"ids": ids(n, length), "tags": torch.randint(12, (n, length))}
 
-    return case(Tagger(), lambda model, b: model(b["ids"], b["tags"]), make, 96, min_size=2)
+    return training(Tagger(), lambda model, b: model(b["ids"], b["tags"]), make, 96, min_size=2)
 
 
-def recurrent(kind: Any, layers: int, longest: int) -> Case:
+def recurrent(kind: Any, layers: int, longest: int) -> Training:
     """Two directions, then a word for each position."""
-
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(WORDS, WIDTH)
-            options = {"bidirectional": True, "dropout": 0.2 if layers > 1 else 0.0}
-            self.body = kind(WIDTH, 40, layers, batch_first=True, **options)
-            self.head = nn.Linear(80, WORDS)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.body(self.embed(x))[0])
-
-    return case(Reader(), decoder_loss, words, longest, min_size=2)
+    dropout = 0.2 if layers > 1 else 0.0
+    model = Recurrent(kind, layers, 40, bidirectional=True, dropout=dropout)
+    return training(model, decoder_loss, words, longest, min_size=2)
 
 
-def ctc() -> Case:
+def ctc() -> Training:
     """Strided convolutions over frames and the CTC loss on their logits."""
     model = nn.Sequential(
         nn.Conv1d(40, 64, 11, stride=2, padding=5),
@@ -390,7 +346,7 @@ def ctc() -> Case:
         steps = torch.full((y.shape[1],), y.shape[0])
         return F.ctc_loss(y, batch["letters"], steps, batch["ends"], zero_infinity=True)
 
-    return case(model, loss, make, 1600, min_size=16, max_n=128)
+    return training(model, loss, make, 1600, min_size=16, max_n=128)
 
 
 class Wave(nn.Module):
@@ -417,14 +373,14 @@ class Wave(nn.Module):
         return self.body(spectrum.clamp(min=1e-5).log()[:, None])
 
 
-def spectrogram() -> Case:
+def spectrogram() -> Training:
     def make(n: int, length: int) -> Batch:
         return {"ids": torch.randn(n, length), "label": torch.randint(5, (n,))}
 
-    return case(Wave(), labelled_loss, make, 16_000, min_size=160, max_n=64)
+    return training(Wave(), labelled_loss, make, 16_000, min_size=160, max_n=64)
 
 
-def dilated() -> Case:
+def dilated() -> Training:
     """Causal convolutions of growing dilation with gates, padded on the left by hand."""
 
     class Dilated(nn.Module):
@@ -447,10 +403,10 @@ def dilated() -> Case:
         x = batch["x"]
         return F.cross_entropy(model(x), ((x[:, 0].clamp(-2, 2) + 2) * 15).long())
 
-    return case(Dilated(), loss, make, 8000, torch.optim.NAdam, min_size=50, max_n=64)
+    return training(Dilated(), loss, make, 8000, torch.optim.NAdam, min_size=50, max_n=64)
 
 
-def windows() -> Case:
+def windows() -> Training:
     """Attention within windows of 32, to which the sequence is padded, and top half pooling."""
 
     class Windows(nn.Module):
@@ -467,10 +423,10 @@ def windows() -> Case:
             best = self.score(x)[..., 0].topk((length + 1) // 2, dim=1).indices
             return self.head(x.gather(1, best[..., None].expand(-1, -1, WIDTH)).amax(1))
 
-    return case(Windows(), labelled_loss, words, 1000)
+    return training(Windows(), labelled_loss, words, 1000)
 
 
-SEQUENCES: dict[str, Callable[[], Case]] = {
+SEQUENCES: dict[str, Callable[[], Training]] = {
     "encoder, padding masked": encoder,
     "decoder, checkpoints, autocast": checkpointed,
     "decoder, chunked loss": chunked_loss,

@@ -27,7 +27,7 @@ from tests.support.costs import measured
 from tests.support.provocations import collected
 from tests.support.rank_scripts import error_of, join
 from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
-from tests.support.tracked_streams import make
+from tests.support.streams import make
 from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudget,
