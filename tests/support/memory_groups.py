@@ -86,18 +86,20 @@ def memory_group(limit_bytes: int, parent: MemoryGroup | None = None) -> Iterato
     """A group with a limit and no swap; skips where this machine does not let us make one."""
     version, above = _place() if parent is None else (parent.version, parent.folder)
     group = MemoryGroup(version, above / f"torchbudget-test-{uuid.uuid4().hex}")
+    limit, swap = {
+        1: ("memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", str(limit_bytes))),
+        2: ("memory.max", ("memory.swap.max", "0")),
+    }[version]
     try:
         if parent is not None and version == 2:
             (above / "cgroup.subtree_control").write_text("+memory")
         group.folder.mkdir()
+        (group.folder / limit).write_text(str(limit_bytes))
     except OSError as error:
+        with contextlib.suppress(OSError):
+            group.folder.rmdir()
         pytest.skip(f"cannot make a memory cgroup in {above}: {error.strerror}")
     try:
-        limit, swap = {
-            1: ("memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", str(limit_bytes))),
-            2: ("memory.max", ("memory.swap.max", "0")),
-        }[version]
-        (group.folder / limit).write_text(str(limit_bytes))
         if (group.folder / swap[0]).exists():
             (group.folder / swap[0]).write_text(swap[1])
         yield group
@@ -112,24 +114,11 @@ def memory_group(limit_bytes: int, parent: MemoryGroup | None = None) -> Iterato
 
 
 def _place() -> tuple[int, Path]:
-    """The version, and the folder in which a group can be made."""
-    groups = dict(
-        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
-    )
-    mount = Path("/sys/fs/cgroup")
-    if os.geteuid() != 0:
-        pytest.skip("making a memory cgroup needs root")
+    """The version, and the folder in which a group may be made."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    groups, mount = dict(line.split(":", 2)[1:] for line in lines), Path("/sys/fs/cgroup")
     if "memory" in groups:
-        above = mount / "memory" / groups["memory"].lstrip("/")
-        version = 1
-    else:
-        # Version 2 lets no group have both processes and limited children: a sibling it is.
-        own = mount / groups.get("", "/").lstrip("/")
-        above = own if own == mount else own.parent
-        version = 2
-        control = above / "cgroup.subtree_control"
-        if not control.exists() or "memory" not in control.read_text().split():
-            pytest.skip(f"no memory controller for groups in {above}")
-    if not above.is_dir():
-        pytest.skip(f"{above} is not visible")
-    return version, above
+        return 1, mount / "memory" / groups["memory"].lstrip("/")
+    # Version 2 lets no group have both processes and limited children: a sibling it is.
+    own = mount / groups.get("", "/").lstrip("/")
+    return 2, own if own == mount else own.parent

@@ -16,16 +16,16 @@ import os
 import runpy
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
+
+from tests.support.commands import printed_by
 
 # The last line of every script, while its models and its group are alive.
 END = "\nfrom tests.support.ranks import leave\n\nleave()\n"
@@ -66,7 +66,7 @@ def run_ranks(
         killed: ranks that the script kills; the result of each is `None`. The others must end by
             `os._exit`, since `leave` waits for all. If all are killed, the first one's end is
             that of the others.
-        within_s: until they say where they are, and are killed; below pytest's own limit.
+        within_s: until they say where they are, and end; below pytest's own limit.
 
     Raises:
         AssertionError: a rank failed, or did not end in time, or one that was to be killed was not.
@@ -77,15 +77,18 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     argv = [str(path), str(folder), *map(str, arguments)]
     processes = [
-        context.Process(target=_run_rank, args=(argv, rank, ranks, store.port))
+        context.Process(target=_run_rank, args=(argv, rank, ranks, store.port, within_s))
         for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    survivors = [process for rank, process in enumerate(processes) if rank not in killed]
+    awaited = [one for rank, one in enumerate(processes) if rank not in killed] or processes
     try:
-        if not _have_ended(survivors or processes, timeout_s=within_s):
-            _ask_where(processes)
+        while not any(one.exitcode for one in awaited):  # once one has failed, nobody waits
+            running = [one.sentinel for one in awaited if one.exitcode is None]
+            if not running:
+                break
+            wait(running)
     finally:
         for process in processes:
             process.kill()
@@ -95,31 +98,24 @@ def run_ranks(
     codes = [process.exitcode for process in processes]
     expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ranks)]
     assert codes == expected, f"exit codes {codes}\n" + "\n".join(errors)
-    survive = [None if rank in killed else folder / f"{rank}.json" for rank in range(ranks)]
-    return [file and json.loads(file.read_text()) for file in survive]
+    return _results(folder, ranks, killed)
 
 
-def _have_ended(processes: list[Any], timeout_s: float) -> bool:
-    """Return when all have ended well, the first has failed, or, with False, time is up."""
-    end = time.monotonic() + timeout_s
-    running = list(processes)
-    while running and (left := end - time.monotonic()) > 0:
-        wait([process.sentinel for process in running], timeout=left)
-        if any(process.exitcode for process in running):
-            return True
-        running = [process for process in running if process.exitcode is None]
-    return not running
+def torchrun(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
+    """As `run_ranks`, under torchrun itself, which takes seconds."""
+    path = folder / "script.py"
+    path.write_text(script + END)
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    printed_by(*command, path, folder, *arguments)
+    return _results(folder, ranks)
 
 
-def _ask_where(processes: list[Any]) -> None:
-    """Have ranks that go on for ever, and their workers, write where they are to their files."""
-    for rank in (psutil.Process(one.pid) for one in processes if one.exitcode is None):
-        for process in [rank, *rank.children(recursive=True)]:
-            process.send_signal(signal.SIGUSR1)
-    time.sleep(2)
+def _results(folder: Path, ranks: int, killed: Sequence[int] = ()) -> list[Any]:
+    alive = [None if rank in killed else folder / f"{rank}.json" for rank in range(ranks)]
+    return [file and json.loads(file.read_text()) for file in alive]
 
 
-def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
+def _run_rank(argv: list[str], rank: int, ranks: int, port: int, within_s: float) -> None:
     """Run the script with the environment that torchrun gives."""
     os.environ |= {
         "RANK": str(rank),
@@ -130,9 +126,8 @@ def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of the process that started the ranks
     }
     sys.argv = argv
-    # Workers inherit the file, and the handler, which needs no interpreter.
     told = Path(argv[1], f"{rank}.where").open("w")  # noqa: SIM115  (until the process ends)
-    faulthandler.register(signal.SIGUSR1, told, all_threads=True)
+    faulthandler.dump_traceback_later(within_s, file=told, exit=True)
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # workers of loaders start as anywhere else
     try:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 from typing import Any
 
@@ -22,24 +23,18 @@ reads: list[str] = []
 class Watched(dict[str, str]):
     """An environment that notes who reads it, also where other code does so for the library."""
 
-    def note(self) -> None:
-        frame = sys._getframe(2)
-        while frame and "/torchbudget/" not in frame.f_code.co_filename:
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame:
-            reads.append(frame.f_code.co_filename)
 
-    def __getitem__(self, key: str) -> str:
-        self.note()
-        return super().__getitem__(key)
+def noted(method: Any) -> Any:
+    def call(*arguments: Any) -> Any:
+        files = [frame.filename for frame in traceback.extract_stack()]
+        reads.extend(file for file in files if "/torchbudget/" in file)
+        return method(*arguments)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self.note()
-        return super().get(key, default)
+    return call
 
-    def __contains__(self, key: object) -> bool:
-        self.note()
-        return super().__contains__(key)
+
+for name in ("__getitem__", "get", "__contains__"):
+    setattr(Watched, name, noted(getattr(dict, name)))
 
 
 def state() -> list[str]:

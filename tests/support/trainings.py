@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.support.costs import measured
 from tests.support.large_steps import CLASSES
+from tests.support.samplers import TOKENS
 from torchbudget import (
     BudgetedIterableDataset,
     GradAccumulator,
@@ -126,40 +127,27 @@ class After:
             raise BrokenOff
 
 
-class Plateau:
+class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
     """Lowers the learning rate where the validation loss does not fall fast."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, factor=0.5, patience=1, threshold=0.9
-        )
+        super().__init__(optimizer, factor=0.5, patience=1, threshold=0.9)
 
     def __call__(self, record: Step | Epoch) -> None:
         if isinstance(record, Epoch):
-            self.scheduler.step(record.validation or 0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+            self.step(record.validation or 0.0)
 
 
-class Averaging:
+class Averaging(AveragedModel):
     """Averages the model after each step, and draws random numbers for it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.average = model, AveragedModel(model)
+        super().__init__(model)
+        self.trained = (model,)  # no part of this module
 
     def update(self, record: Step | Epoch) -> None:
         if isinstance(record, Step) and torch.rand(()) < 0.7:
-            self.average.update_parameters(self.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.average.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average.load_state_dict(state)
+            self.update_parameters(*self.trained)
 
 
 class Training:
@@ -173,14 +161,16 @@ class Training:
         loader: Callable[..., Any] = DataLoader,
         free: bool = False,
         accumulating: Mapping[str, Any] = MappingProxyType({}),
+        planning: Mapping[str, Any] = MappingProxyType({"samples_per_step": 8}),
+        number: int = 24,
+        cost: Any = TOKENS,
+        budget: int = 60,
         **options: Any,
     ) -> None:
         torch.manual_seed(11)
-        data: Any = samples(24, 0)
-        self.sampler = MemoryBudgetBatchSampler(
-            [len(one["x"]) for one in data], PaddedCost(unit_bytes=1), 60, samples_per_step=8,
-            seed=1,
-        )  # fmt: skip
+        data: Any = samples(number, 0)
+        lengths = [len(one["x"]) for one in data]
+        self.sampler = MemoryBudgetBatchSampler(lengths, cost, budget, seed=1, **planning)
         options["collate_fn"] = PadCollate()
         held_out: Any = samples(6, 9)
         if options.get("num_workers"):
@@ -188,7 +178,7 @@ class Training:
         self.validation = DataLoader(held_out, batch_size=2, shuffle=True, **options)
         if kind.startswith("stream"):
             stream = BudgetedIterableDataset(
-                [samples(15, 0), samples(9, 1)], PaddedCost(unit_bytes=1), 60, size="x", window=8,
+                [samples(15, 0), samples(9, 1)], cost, budget, size="x", window=8,
                 batches_per_epoch=8 if "number" in kind else None,
             )  # fmt: skip
             self.loader = loader(stream, batch_size=None, num_workers=options.get("num_workers", 0))
@@ -239,7 +229,7 @@ class Training:
     def check(self, whole: Training, folder: Path, its_folder: Path) -> None:
         """This training, after faults, is the whole one, with all its files."""
         assert_equal(self.model, whole.model)
-        assert_equal(self.averaging.average, whole.averaging.average)
+        assert_equal(self.averaging, whole.averaging)
         assert self.plateau.state_dict() == whole.plateau.state_dict()
         assert statistics(folder) == statistics(its_folder)
         names, others = ({file.name for file in one.iterdir()} for one in (folder, its_folder))
@@ -252,36 +242,26 @@ class Training:
 LEAK = MiB(4)
 
 
-class Creeping:
-    """A training whose criterion keeps 4 MiB of every batch, and what is needed to run it.
+class Creeping(Training):
+    """A training whose criterion keeps 4 MiB of every batch.
 
     Predicted is what a process takes, by default this one now, and 64 MiB that no batch needs.
     """
 
     def __init__(self, *, leaks: bool = True, resident_bytes: int | None = None) -> None:
-        data = samples(200, 0)
         fixed = (resident_bytes or process_memory(shares=False).resident_bytes) + MiB(64)
-        self.cost = measured(PaddedCost(fixed_bytes=fixed, unit_bytes=MiB(1)), margin=0.01)
-        budget = int(self.cost.batch_bytes(4, 30))
-        lengths = [len(one["x"]) for one in data]
-        self.sampler = MemoryBudgetBatchSampler(lengths, self.cost, budget, window=20, seed=1)
-        self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=PadCollate())
-        self.model = Tagger()
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.accumulator = GradAccumulator(optimizer, self.model, steps=1)
-        self.leaks, self.kept = leaks, [bytearray(0)]
-        self.numbers: list[int] = []
+        cost = measured(PaddedCost(fixed_bytes=fixed, unit_bytes=MiB(1)), margin=0.01)
+        budget = int(cost.batch_bytes(4, 30))
+        super().__init__(number=200, cost=cost, budget=budget, planning={"window": 20})
+        self.leaks, self.kept, self.numbers = leaks, [bytearray(0)], list[int]()
 
-    def loss_of(self, model: Any, batch: Any) -> torch.Tensor:
+    def criterion(self, model: nn.Module, batch: Any) -> Tensor:
         self.numbers.append(batch.num_samples)
         if self.leaks:
             self.kept.append(bytearray(b"\1") * LEAK)
-        return loss_of(model, batch)
+        return super().criterion(model, batch)
 
-    def fit(self, monitor: Any, **options: Any) -> None:
+    def fit(self, monitor: Any, **options: Any) -> list[Epoch]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MeasureWarning)
-            fit(
-                self.model, self.loader, self.loss_of, self.accumulator,
-                weight=tokens, monitor=monitor, **options,
-            )  # fmt: skip
+            return super().fit(monitor=monitor, validation=None, callbacks=[], **options)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from tests.support.sample_strategies import Pair, tensors_of
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import Pair, tensors_of
+from tests.support.batches import same as bitwise
 from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.train.batches import halves, moved, num_samples

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import same as bitwise
 from torchbudget import PadCollate
 from torchbudget.errors import CollateError, OptionError
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import same as bitwise
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PadCollate, PaddedCost
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.readers import HookedCollate

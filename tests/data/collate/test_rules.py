@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import same as bitwise
 from torchbudget import PackCollate, PadCollate
 from torchbudget.errors import CollateError, OptionError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.support.sample_strategies import Pair, tensors_of
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import Pair, tensors_of
+from tests.support.batches import same as bitwise
 from torchbudget import PackCollate, PadCollate
 from torchbudget.errors import CollateError
 

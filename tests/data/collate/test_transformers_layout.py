@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import same as bitwise
 from torchbudget import PackCollate
 from torchbudget.errors import CollateError, OptionError
 

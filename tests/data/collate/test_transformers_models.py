@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.support.sample_strategies import same as bitwise
+from tests.support.batches import same as bitwise
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost, PadCollate, PaddedCost
 from torchbudget.errors import OptionError
 from torchbudget.integrations.transformers import BudgetTrainerMixin, check_kept_apart
