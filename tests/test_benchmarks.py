@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.commands import ROOT, printed_by
+
 BENCHMARKS = ROOT / "examples" / "benchmarks"
 
 TINY = {
@@ -53,27 +51,12 @@ EXACT = {
 }
 
 
-def run(command: list[str | Path]) -> str:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    finished = subprocess.run(
-        command,
-        # One thread: the tests themselves run on every core.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None:
     """It prints a table and writes its rows and bars; what needs no clock holds at any size."""
     written = tmp_path / "numbers.json"
-    command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", written, *TINY[name].split()]
-    printed = run(command)
+    printed = printed_by(BENCHMARKS / f"{name}.py", "--json", written, *TINY[name].split())
     numbers = json.loads(written.read_text())
     assert len(printed.splitlines()) == 1 + len(numbers["rows"]) + len(numbers["bars"])
     exact = [bar for bar in numbers["bars"] if EXACT.get(name, "no bar") in bar["bar"]]
@@ -89,7 +72,7 @@ def test_recording_replaces_the_table(tmp_path: Path) -> None:
     script = tmp_path / "padding.py"
     before = script.read_text()
     arguments = ["padding", "--samples", "1000", "--peer-samples", "100"]
-    printed = run([sys.executable, tmp_path / "record.py", *arguments])
+    printed = printed_by(tmp_path / "record.py", *arguments)
     after = script.read_text()
     assert all(f"    {line}\n" in after for line in printed.splitlines()[1:] if line)
     assert after.partition("Figures are")[2] == before.partition("Figures are")[2]
@@ -99,7 +82,7 @@ def test_recording_replaces_the_table(tmp_path: Path) -> None:
 
 def test_every_benchmark_is_run_here() -> None:
     """A new script does not go untested, and its docstring holds what was measured."""
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"_common", "record"}
+    scripts = {path.stem for path in BENCHMARKS.glob("[!_]*.py")} - {"record"}
     assert scripts == {*TINY, "train_text_compared"}  # this one runs in test_examples.py
     for name in scripts:
         assert "Hardware:" in (BENCHMARKS / f"{name}.py").read_text()

@@ -26,8 +26,9 @@ def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ranks_on_this_machine(None), ranks_on_this_machine(3)) == (1, 3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (ranks_on_this_machine(None), ranks_on_this_machine(3)) == (4, 3)
-    with pytest.raises(OptionError, match="ranks_per_machine must be an int of at least 1, got 0"):
-        ranks_on_this_machine(0)
+    for ranks in (0, -1, 1.5, True, "2"):
+        with pytest.raises(OptionError, match="ranks_per_machine must be an int of at least 1"):
+            ranks_on_this_machine(ranks)  # type: ignore[arg-type]
 
 
 @pytest.mark.distributed

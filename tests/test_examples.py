@@ -2,50 +2,31 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ENVIRONMENT, ROOT, printed_by, python
 from torchbudget import MiB, parse_bytes
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def run(script, *arguments, ranks=0, path=(), options=()):
-    """Run a script of `examples/` as people do, under torchrun where it takes ranks."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (*path, REPOSITORY))),
-        "OMP_NUM_THREADS": "1",  # the tests themselves run on every core
-    }
-    start = [sys.executable, *options]
-    if ranks:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*start, REPOSITORY / "examples" / f"{script}.py", *map(str, arguments)],
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+EXAMPLES = ROOT / "examples"
 
 
 def example(script, *arguments, ranks=0):
-    """What an example prints."""
-    done = run(script, *arguments, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What an example prints, under torchrun where it takes ranks."""
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return printed_by(*(run if ranks else []), EXAMPLES / f"{script}.py", *arguments)
 
 
-def compared(*arguments, path=()):
+def compared(*arguments, path=ROOT):
     """The README's first command, with warnings as errors in all of its processes."""
-    return run("benchmarks/train_text_compared", *arguments, path=path, options=("-W", "error"))
+    script = EXAMPLES / "benchmarks" / "train_text_compared.py"
+    paths = {"PYTHONPATH": os.pathsep.join([str(path), ENVIRONMENT["PYTHONPATH"]])}
+    return python("-W", "error", script, *arguments, env=ENVIRONMENT | paths)
 
 
 TINY = ("--samples", 64, "--samples-per-step", 32, "--max-length", 256, "--budget", "500MiB")
@@ -107,7 +88,7 @@ def test_both_runs_stay_within_the_budget_and_ours_pads_less(model_bytes, tmp_pa
 )
 def test_wrong_use_is_refused_before_the_training(asked, told, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    done = compared(*SMALL, *asked, path=[tmp_path])
+    done = compared(*SMALL, *asked, path=tmp_path)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import json
 import pkgutil
 import re
-import subprocess
-import sys
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +16,8 @@ from types import ModuleType
 import pytest
 
 import torchbudget
+from tests.support.commands import ROOT, python
 from torchbudget import errors, readers, transforms
-
-ROOT = Path(__file__).parents[1]
 
 MODULES = {"errors", "readers", "transforms"}  # public, and imported with the package
 CHANGING = {"Peak"}  # is filled in where its context ends
@@ -112,6 +110,22 @@ def test_every_module_is_documented_and_imports() -> None:
             assert importlib.import_module(module.name).__doc__, module.name
 
 
+# Nothing that hides its noun.
+OPENINGS = ("What", "Where", "Those", "Of", "That", "As", "Likewise", "By which", "From what")
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    """So that their first words say what is meant."""
+    hidden = []
+    for path in sorted((ROOT / "torchbudget").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if text.startswith(tuple(f"{word} " for word in OPENINGS)):
+                    hidden.append(f"{path.name}:{node.body[0].lineno}: {text.splitlines()[0]}")
+    assert not hidden, "\n".join(hidden)
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -158,14 +172,9 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
     It initialises no device, loads no optional package, reads no environment, starts no thread,
     writes no file and adds no handler; generators and defaults stay.
     """
-    done = subprocess.run(
-        [sys.executable, "-B", "-P", ROOT / "tests" / "support" / "script_import.py"],
-        cwd=tmp_path,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = ROOT / "tests" / "support" / "script_import.py"
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/"}
+    done = python("-B", "-P", script, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     modules = set(found.pop("modules"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-from typing import Any
+import sys
 
 import pytest
 
@@ -23,14 +22,7 @@ def test_columns_are_aligned() -> None:
 
 
 def test_without_tqdm_the_items_come_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("tqdm"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as if it were not installed
     assert list(with_bar("abc", total=3, unit="letters")) == ["a", "b", "c"]
 
 

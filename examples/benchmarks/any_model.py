@@ -119,7 +119,7 @@ LABELS = ("exact", "tested", "interpolated", "raised")
 def known_classes() -> dict[str, Callable[[], Training]]:
     if not importlib.util.find_spec("transformers"):
         return CLASSES
-    from tests.support.transformers_classes import CLASSES as PUBLISHED
+    from _transformers_classes import CLASSES as PUBLISHED
 
     return {**CLASSES, **PUBLISHED}
 

@@ -80,26 +80,26 @@ class Fitted(Training):
             FUSE()
 
 
+def fused(owner: Any, name: str) -> Any:
+    """A patch of a function that may fail before and after it."""
+    function = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        FUSE()
+        found = function(*arguments)
+        FUSE()
+        return found
+
+    return mock.patch.object(owner, name, call)
+
+
 @contextmanager
 def fused_writes(place: str) -> Iterator[None]:
     """Fail before or after a file is synced or renamed."""
     if place != "write":
         yield
         return
-    sync, replace = os.fsync, Path.replace
-
-    def syncing(descriptor: int) -> None:
-        FUSE()
-        sync(descriptor)
-        FUSE()
-
-    def replacing(source: Path, target: Path) -> Path:
-        FUSE()
-        found = replace(source, target)
-        FUSE()
-        return found
-
-    with mock.patch.object(os, "fsync", syncing), mock.patch.object(Path, "replace", replacing):
+    with fused(os, "fsync"), fused(Path, "replace"):
         yield
 
 

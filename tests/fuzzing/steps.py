@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.fuzzing.faults import FUSE
 from tests.support.large_steps import (
     CLASSES,
     EXACT,
@@ -185,13 +186,7 @@ class Accumulation:
     def accumulate(self, piece: Data, *, last: bool) -> None:
         """One micro-batch, in whose forward or backward memory may run out."""
         fails, early = self.chance.random() < self.fails, self.chance.random() < 0.3
-        left = int(fails)  # failures to come
-
-        def fail(part: Data) -> None:
-            nonlocal left
-            if left and len(part) > 1:
-                left = 0
-                raise MemoryError
+        FUSE.kind, FUSE.left = MemoryError, int(fails and len(piece) > 1)
 
         def micro_batch(batch: Any) -> None:
             part = Data(*batch)
@@ -200,9 +195,9 @@ class Accumulation:
             with self.accumulator.micro_batch(part.weight, last=ends, **options):
                 loss = loss_sum(self.called, part)
                 if early:
-                    fail(part)
+                    FUSE()
                 self.accumulator.backward(loss / max(part.weight, 1) if self.mean else loss)
-                fail(part)
+                FUSE()
 
         batch = (piece.x, piece.y)
         if self.sharded or not (self.fails or self.chance.random() < 0.3):

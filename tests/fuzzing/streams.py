@@ -117,22 +117,18 @@ class StreamCase:
         *,
         epoch: int = 0,
         state: Any = None,
-        fuse: str | None = None,
-        budget: int | None = None,
-        ranks: int | None = None,
+        fuse: str = "",
+        budget: int = 0,
+        ranks: int = 0,
     ) -> Any:
         """One process of a rank: the stream itself where the rank has no other."""
         functions = [TRANSFORMS[name][0] for name in self.names]
-        ranks = self.ranks if ranks is None else ranks
+        functions += [fused] * (fuse == "transform")
+        source, ranks = source_of(self.kind, self.sizes, self.cuts), ranks or self.ranks
+        options = self.options | {"transforms": functions, "num_replicas": ranks, "rank": rank}
+        options["collate_fn"] = fused if fuse == "collate" else list
         stream = process = BudgetedIterableDataset(
-            source_of(self.kind, self.sizes, self.cuts),
-            self.cost,
-            self.budget if budget is None else budget,
-            num_replicas=ranks,
-            rank=rank,
-            transforms=[*functions, fused] if fuse == "transform" else functions,
-            collate_fn=fused if fuse == "collate" else list,
-            **self.options,
+            source, self.cost, budget or self.budget, **options
         )
         if workers > 1:
             slot = WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks)

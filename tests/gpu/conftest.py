@@ -13,27 +13,20 @@ import torch
 from torchbudget import configure_allocators
 from torchbudget.machine.device import device_memory
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-AVAILABLE = torch.cuda.is_available() and WORKERS == 1
+SHARED = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+AVAILABLE = torch.cuda.is_available() and not SHARED
+REASON = "processes would share the card: run with -n 0" if SHARED else "there is no CUDA device"
 if AVAILABLE:
     configure_allocators()  # expandable segments, before CUDA is first used
 
 
-def why_skipped() -> str | None:
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return f"{WORKERS} processes would share the card: run with -n 0" if WORKERS > 1 else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests in this folder where there is no card for them alone."""
-    reason, folder = why_skipped(), Path(__file__).parent
     for item in items:
-        if folder in item.path.parents:
+        if Path(__file__).parent in item.path.parents:
             # torch says it where a backward's thread begins with a product of matrices.
             item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"))
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.skipif(not AVAILABLE, reason=REASON))
 
 
 def clean() -> None:

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,15 +84,14 @@ def run(
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()
-    samples = 0
+    before, samples, began_s = torch.cuda.memory_stats(), 0, time.perf_counter()
 
     def figures(number: int) -> dict[str, float | int]:
         torch.cuda.synchronize()
         after = torch.cuda.memory_stats()
         return {
             "batches": number,
-            "samples": samples,
+            "samples a second": samples / (time.perf_counter() - began_s),
             "share": (torch.cuda.max_memory_reserved() + outside_bytes()) / budget,
             "failures": after["num_ooms"] - before["num_ooms"],
             "retries": after["num_alloc_retries"] - before["num_alloc_retries"],

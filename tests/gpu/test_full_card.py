@@ -55,8 +55,7 @@ print(json.dumps([said, known]))
 def test_every_error_of_a_full_card_is_recognised(kind: str, expandable: str) -> None:
     """By torch's allocator, cuDNN, or cuBLAS, whose handle does not fit."""
     settings = f"expandable_segments:{expandable}"
-    lines = printed_by(
-        ["-c", FILL, kind], PYTORCH_ALLOC_CONF=settings, PYTORCH_CUDA_ALLOC_CONF=settings
-    )
-    said, known = json.loads(lines.splitlines()[-1])
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    lines = printed_by("-c", FILL, kind, **dict.fromkeys(names, settings)).splitlines()
+    said, known = json.loads(lines[-1])
     assert known, said

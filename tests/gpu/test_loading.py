@@ -36,7 +36,10 @@ def tensors(batch: Any) -> list[torch.Tensor]:
     ("collate", "kind"), [(PadCollate(), PaddedBatch), (PackCollate(), PackedBatch)]
 )
 def test_batches_are_pinned_and_keep_their_type(collate: Any, kind: type, as_tuples: bool) -> None:
-    """By the loader's own thread; copies to the card and back are the batch, bit for bit."""
+    """By the loader's own thread; copies to the card and back are the batch, bit for bit.
+
+    Samples on the card are collated there.
+    """
     samples: list[Any] = [tuple(one.values()) for one in SAMPLES] if as_tuples else SAMPLES
     loader = DataLoader(samples, batch_size=8, collate_fn=collate, num_workers=2, pin_memory=True)
     for at, batch in enumerate(loader):
@@ -45,6 +48,7 @@ def test_batches_are_pinned_and_keep_their_type(collate: Any, kind: type, as_tup
         assert all(tensor.is_pinned() for tensor in tensors(batch))
         moved = batch.to("cuda", non_blocking=True)
         assert all(tensor.is_cuda for tensor in tensors(moved))
+        assert all(tensor.is_cuda for tensor in tensors(collate(moved.samples())))
         back = moved.to("cpu", non_blocking=True)  # which waits
         assert all(map(torch.equal, tensors(back), tensors(expected)))
         assert batch.lengths.tolist() == expected.lengths.tolist()
@@ -70,12 +74,6 @@ def test_batches_of_a_tracked_stream_are_pinned() -> None:
             following = made()
             following.load_state_dict(running.state_dict())
             assert [one.lengths.tolist() for one in loop(following)] == whole[done:]
-
-
-def test_samples_on_the_card_are_collated_there() -> None:
-    batch = PadCollate()(SAMPLES[:4]).to("cuda")
-    again = PadCollate()(batch.samples())
-    assert all(tensor.is_cuda for tensor in tensors(again))
 
 
 def test_pinned_bytes_are_bounded() -> None:

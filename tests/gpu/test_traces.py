@@ -113,7 +113,7 @@ def test_a_kernel_of_tritons_does_not_get_a_null_pointer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> None:
-        doubled(model(x)).sum().backward()
+        model(doubled(x)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

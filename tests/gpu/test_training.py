@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchbudget import GradAccumulator, fit
+from torchbudget import GradAccumulator
 from torchbudget.random_state import RandomState
 
 pytestmark = pytest.mark.gpu
@@ -152,29 +152,6 @@ def test_no_micro_batch_waits_for_the_device(case: str, splits: bool) -> None:
     assert synchronisations(lambda: x.sum().item()) == 1  # they are seen at all
     assert [synchronisations(micro_batch) for _ in range(8)] == [0] * 8
     assert synchronisations(accumulator.flush) <= waits
-
-
-def test_more_steps_of_a_training_wait_no_more() -> None:
-    """`fit` reads the losses of an epoch at its end, and an evaluation its own."""
-    batches = [torch.randn(16, 64, device="cuda") for _ in range(16)]
-
-    def waits(number: int) -> int:
-        model = nn.Linear(64, 64).cuda()
-        accumulator = GradAccumulator(
-            torch.optim.AdamW(model.parameters()), model, steps=2, max_norm=1.0
-        )
-
-        def criterion(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().sum()
-
-        def train() -> None:
-            data = batches[:number]
-            fit(model, data, criterion, accumulator, epochs=1, validation=data, progress=False)
-
-        return synchronisations(train)
-
-    assert waits(4)
-    assert waits(8) == waits(16)
 
 
 def test_the_numbers_of_every_device_come_back() -> None:

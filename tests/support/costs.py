@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,10 @@ class Nodes(list[Any]):
 
 def piece(nodes: Nodes, *sums: int, axes: int = 1, **options: Any) -> Piece:
     """Of these expressions, the largest of which is the peak."""
-    fixed = (None,) * (axes + 1)
-    given = {"conditions": (), "granularity": 1, "flops": 0, "fixed": fixed}
-    given["harmless"] = _subsets(axes + 1)
+    given = {"conditions": (), "granularity": 1, "flops": 0, "fixed": (None,) * (axes + 1)}
+    symbols, numbers = range(axes + 1), range(1, axes + 2)
+    given["harmless"] = tuple(chain.from_iterable(combinations(symbols, k) for k in numbers))
     return Piece(nodes=tuple(nodes), sums=tuple(((at, 1),) for at in sums), **given | options)
-
-
-def _subsets(count: int) -> tuple[tuple[int, ...], ...]:
-    rows = ([k for k in range(count) if bits >> k & 1] for bits in range(1, 2**count))
-    return tuple(map(tuple, rows))
 
 
 def piece_of(cost: PaddedCost) -> Piece:

@@ -38,30 +38,24 @@ class FakeDevice:
 
     def take(self, num_bytes: int, *, reserving: int = 0) -> None:
         """Allocate tensors; the allocator reserves more than they take."""
-        now = self.now
         self.allocated += num_bytes
-        grown = max(self.allocated + reserving - now.reserved_bytes, 0)
-        reserved = now.reserved_bytes + grown
-        process = None if now.process_bytes is None else now.process_bytes + grown
-        self.set(
+        reserved = max(self.allocated + reserving, self.now.reserved_bytes)
+        self.load(
+            reserved - self.now.reserved_bytes,
             reserved_bytes=reserved,
-            free_bytes=now.free_bytes - grown,
-            process_bytes=process,
-            peak_reserved_bytes=max(now.peak_reserved_bytes, reserved),
-            peak_allocated_bytes=max(now.peak_allocated_bytes, self.allocated),
+            peak_reserved_bytes=max(self.now.peak_reserved_bytes, reserved),
+            peak_allocated_bytes=max(self.now.peak_allocated_bytes, self.allocated),
         )
 
     def free(self, num_bytes: int) -> None:
         """Free tensors, which stay reserved."""
         self.allocated -= num_bytes
 
-    def load(self, num_bytes: int) -> None:
-        """Use memory outside the allocator, as a library does."""
-        process = self.now.process_bytes
-        self.set(
-            free_bytes=self.now.free_bytes - num_bytes,
-            process_bytes=None if process is None else process + num_bytes,
-        )
+    def load(self, num_bytes: int, **figures: Any) -> None:
+        """Use memory, as a library does, outside the allocator."""
+        if self.now.process_bytes is not None:
+            figures["process_bytes"] = self.now.process_bytes + num_bytes
+        self.set(free_bytes=self.now.free_bytes - num_bytes, **figures)
 
     def figures(self) -> DeviceFigures:
         return replace(self.now, allocated_bytes=self.allocated)
@@ -73,14 +67,8 @@ class FakeDevice:
         self.set(peak_reserved_bytes=self.now.reserved_bytes, peak_allocated_bytes=self.allocated)
 
     def empty_cache(self) -> None:
-        cached = self.now.reserved_bytes - self.allocated
-        process = self.now.process_bytes
         self.emptied += 1
-        self.set(
-            reserved_bytes=self.allocated,
-            free_bytes=self.now.free_bytes + cached,
-            process_bytes=None if process is None else process - cached,
-        )
+        self.load(self.allocated - self.now.reserved_bytes, reserved_bytes=self.allocated)
 
     def set_fraction(self, fraction: float) -> None:
         self.set(fraction=fraction)

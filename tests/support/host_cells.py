@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -29,7 +30,6 @@ from torchbudget.host.options import host_bytes
 
 CHANNELS = 16
 COST = tb.PaddedCost(unit_bytes=4 * CHANNELS)
-DATA = ("arrays", "files", "objects", "mapped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,15 @@ def lengths(samples: int) -> Any:
 
 
 class Arrays:
-    """One array of all samples' values in memory."""
+    """One array of all samples' values in memory, or mapped from a file."""
 
     def __init__(self, cell: Cell) -> None:
         self.ends = lengths(cell.samples).cumsum()
         self.values = np.ones((int(self.ends[-1]), CHANNELS), np.float32)
+        if cell.data == "mapped":
+            path = Path(cell.folder) / "values.npy"
+            np.save(path, self.values)
+            self.values = np.load(path, mmap_mode="r")
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -113,16 +117,6 @@ class Arrays:
     def __call__(self, shard: int, num_shards: int) -> Any:
         """The samples of a shard, as a stream reads them."""
         return map(self.__getitem__, range(shard, len(self), num_shards))
-
-
-class Mapped(Arrays):
-    """The same in a file that is mapped."""
-
-    def __init__(self, cell: Cell) -> None:
-        super().__init__(cell)
-        path = Path(cell.folder) / "values.npy"
-        np.save(path, self.values)
-        self.values = np.load(path, mmap_mode="r")
 
 
 class Files:
@@ -185,9 +179,11 @@ def loop(loader: Any, cell: Cell) -> list[int]:
     return labels
 
 
+DATA: dict[str, Any] = {"arrays": Arrays, "files": Files, "objects": Objects, "mapped": Arrays}
+
+
 def dataset_of(cell: Cell) -> Any:
-    kinds: Any = {"arrays": Arrays, "files": Files, "objects": Objects, "mapped": Mapped}
-    return kinds[cell.data](cell)
+    return DATA[cell.data](cell)
 
 
 def sampler_of(cell: Cell) -> tb.MemoryBudgetBatchSampler:
@@ -210,10 +206,11 @@ def run(cell: Cell) -> dict[str, Any]:
         if cell.order == "shuffle":
             arguments = arguments | {"batch_sampler": None, "batch_size": 8, "shuffle": True}
     gc.collect()
-    budget = cell.host_mib * 2**20 if cell.host_mib else resident() + cell.mib * 2**20
+    resident = psutil.Process().memory_info().rss
+    budget = cell.host_mib * 2**20 if cell.host_mib else resident + cell.mib * 2**20
     make = partial(DataLoader, **arguments, worker_init_fn=collect)
     state = torch.get_rng_state()
-    needs, one_more, explained = None, None, ""
+    needs, one_more = None, None
     options: dict[str, Any] = {"multiprocessing_context": cell.start}
     if cell.plain is not None:
         options |= {"num_workers": cell.plain[0], "prefetch_factor": cell.plain[1]}
@@ -228,7 +225,7 @@ def run(cell: Cell) -> dict[str, Any]:
             multiprocessing_context=cell.start,
             max_workers=cell.workers,
         )
-        needs, explained = chosen.needs, chosen.explain()
+        needs = chosen.needs
         if chosen["num_workers"] < cell.workers:  # with as few batches ahead as there can be
             more = {"num_workers": chosen["num_workers"] + 1, "prefetch_factor": 1}
             one_more = host_bytes(make(**dict(chosen) | options | more)).total_bytes
@@ -246,14 +243,8 @@ def run(cell: Cell) -> dict[str, Any]:
         "predicted": needs and needs.total_bytes,
         "one_more": one_more,
         "predicted_shared": needs and needs.shared_bytes,
-        "explained": explained,
         **peaks,
     }
-
-
-def resident() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,8 @@ def to_measure(*, axes: int = 1, empty: bool = False) -> Any:
     return step, make_batch
 
 
-def two_axes() -> Any:
-    """See `to_measure`."""
-    return to_measure(axes=2)
-
-
-def without_samples() -> Any:
-    """See `to_measure`."""
-    return to_measure(empty=True)
+two_axes = partial(to_measure, axes=2)
+without_samples = partial(to_measure, empty=True)
 
 
 def nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from typing import Any
 
 import numpy as np
@@ -43,23 +42,6 @@ def greedy_cut(
         runs.append(longest)
         start += longest
     return runs
-
-
-def best_fit_decreasing(items: list[int], room: int) -> list[list[int]]:
-    """Every item, largest first, into the fullest bin that has room for it."""
-    left: list[tuple[int, int]] = []
-    bins: list[list[int]] = []
-    for item in sorted(items, reverse=True):
-        at = bisect.bisect_left(left, (item, -1))
-        if at < len(left):
-            remaining, number = left.pop(at)
-        else:
-            remaining, number = room, len(bins)
-            bins.append([])
-        bins[number].append(item)
-        if remaining - item >= 0:
-            bisect.insort(left, (remaining - item, number))
-    return bins
 
 
 def chi_square(counts: Any, expected: Any) -> float:

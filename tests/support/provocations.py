@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -61,17 +60,6 @@ class Trained:
                 self.accumulator.backward(loss_of(self.model(torch.ones(4, 3)).square()))
 
 
-def cost_of_floats() -> None:
-    class Halves:
-        def batch_bytes(self, n: Any, padded_size: Any) -> Any:
-            return n * np.asarray(padded_size) / 2
-
-        def capacity(self, padded_size: Any, budget_bytes: Any) -> Any:
-            return 2 * budget_bytes // np.asarray(padded_size)
-
-    tb.MemoryBudgetBatchSampler([3] * 8, Halves(), 12)
-
-
 def dealt_twice() -> None:
     """As what `Accelerator.prepare` makes does on the first of two processes."""
     from accelerate.data_loader import BatchSamplerShard
@@ -110,9 +98,15 @@ def loop_that_counts_from_zero_again() -> None:
     sampler.set_epoch(0)
 
 
-def measured_step_without_an_optimizer() -> None:
+def measured_step_without_an_optimizer(*, clears: bool = False) -> None:
     model = nn.Linear(3, 3)
-    tb.trace_peak_bytes(lambda x: model(x).sum().backward(), torch.ones(2, 3))
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        if clears:
+            model.zero_grad()
+
+    tb.trace_peak_bytes(step, torch.ones(2, 3))
 
 
 def monitored(*arguments: Any, **options: Any) -> None:
@@ -147,7 +141,7 @@ class Codebook(nn.Linear):
 
 PROVOCATIONS: Final[dict[str, Callable[[Path], object]]] = {
     "BudgetError": lambda _: tb.MemoryBudget(device="8 parsecs"),
-    "CostError": lambda _: cost_of_floats(),
+    "CostError": lambda _: measured_step_without_an_optimizer(clears=True),
     "CostOverflowError": lambda _: tb.MemoryBudgetBatchSampler(
         [1_700_000_000_000], tb.PaddedCost(unit_bytes=1e6), "8GiB"
     ),

@@ -84,14 +84,6 @@ def samplers(sizes: Any, cost: Any, budget: int, ranks: int, **options: Any) -> 
     ]
 
 
-def padded_size(sizes: Any, batch: Any, cost: Any, multiple: int) -> Any:
-    """The padded size of a batch, shape `(d,)`; of packed samples the sum."""
-    own = sizes[batch].reshape(len(batch), -1).astype(np.int64)
-    if hasattr(cost, "base_bytes"):
-        return own.sum(axis=0)
-    return -(-own.max(axis=0) // multiple) * multiple
-
-
 def check_batch(sizes: Any, cost: Any, budget: int, options: Any) -> None:
     """Law 1: it is not empty, nor over the budget, another limit, or of too many samples."""
     number = len(sizes)

@@ -15,7 +15,6 @@ from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
 from torchbudget.data.stream.epoch_reader import EpochReader
 
 TOKENS = PaddedCost(unit_bytes=1)
-KINDS = ("iterable", "map", "shards", "function", "splits itself")
 
 
 # ---------------------------------------------------------------------- sources
@@ -50,16 +49,19 @@ def shards_of(sizes: Any, cuts: list[int]) -> list[Any]:
     return [samples[a:b] for a, b in pairwise(bounds)]
 
 
+SOURCES: dict[str, Callable[[list[Any]], Any]] = {
+    "iterable": lambda samples: Numbered([size for _, size in samples]),
+    "map": lambda samples: Subset(samples, range(len(samples))),
+    "shards": lambda samples: samples,
+    "function": lambda samples: lambda shard, shards: iter(samples[shard::shards]),
+    "splits itself": SplitsItself,
+}
+KINDS = (*SOURCES,)
+
+
 def source_of(kind: str, sizes: Any, cuts: list[int]) -> Any:
     """A source of one of the `KINDS`."""
-    samples = list(Numbered(sizes))
-    return {
-        "iterable": lambda: Numbered(sizes),
-        "map": lambda: Subset(samples, range(len(samples))),
-        "shards": lambda: shards_of(sizes, cuts),
-        "function": lambda: lambda shard, shards: iter(samples[shard::shards]),
-        "splits itself": lambda: SplitsItself(samples),
-    }[kind]()
+    return SOURCES[kind](shards_of(sizes, cuts) if kind == "shards" else list(Numbered(sizes)))
 
 
 # ---------------------------------------------------------------------- functions of a sample
@@ -160,10 +162,3 @@ def begun_at(done: int, workers: int = 2, **options: Any) -> tuple[list[Any], An
     stream = make(**options)
     stream.load_state_dict(as_json(running.state_dict()))
     return whole, stream
-
-
-def epochs_of(
-    stream: BudgetedIterableDataset, workers: int, epochs: int, *, tracked: bool, **options: Any
-) -> list[list[Any]]:
-    loader = loader_of(stream, workers, **options)
-    return [list(stream.tracked(loader) if tracked else loader) for _ in range(epochs)]

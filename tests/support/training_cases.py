@@ -13,12 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 Batch: TypeAlias = dict[str, torch.Tensor]
-Step: TypeAlias = Callable[[Batch], torch.Tensor]
 MakeBatch: TypeAlias = Callable[[int, Any], Batch]
 MakeOptimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 VOCABULARY, WIDTH = 500, 64
-SGD: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3)
 MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3)
 FOREACH: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
@@ -37,7 +35,7 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    step: Step
+    step: Callable[[Batch], Any]
     make_batch: MakeBatch
     max_size: int | tuple[int, ...]
     _: KW_ONLY
@@ -198,15 +196,16 @@ def pooled_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+def normalised(layer: Any) -> list[nn.Module]:
+    norm = nn.BatchNorm1d if isinstance(layer, nn.Conv1d) else nn.BatchNorm2d
+    return [layer, norm(layer.out_channels), nn.ReLU()]
+
+
 def waves() -> Training:
     """Convolutions along one axis, with strides, batch norm and a pooled output."""
     model = nn.Sequential(
-        nn.Conv1d(1, 32, 9, stride=4, padding=4),
-        nn.BatchNorm1d(32),
-        nn.ReLU(),
-        nn.Conv1d(32, 64, 9, stride=2, padding=4),
-        nn.BatchNorm1d(64),
-        nn.ReLU(),
+        *normalised(nn.Conv1d(1, 32, 9, stride=4, padding=4)),
+        *normalised(nn.Conv1d(32, 64, 9, stride=2, padding=4)),
         nn.AdaptiveAvgPool1d(1),
         nn.Flatten(),
         nn.Linear(64, 10),
@@ -220,13 +219,9 @@ def waves() -> Training:
 
 def images() -> Training:
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
+        *normalised(nn.Conv2d(3, 16, 3, padding=1)),
         nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
+        *normalised(nn.Conv2d(16, 32, 3, padding=1)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(32, 10),
@@ -243,8 +238,8 @@ def images() -> Training:
 
 def heavy() -> Training:
     """Eight million parameters and next to no activations."""
-    model = nn.Sequential(nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU())
-    head = nn.Linear(4000, 10)
+    body = nn.Sequential(nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU())
+    model = nn.Sequential(*body, nn.Linear(4000, 10))
 
     def make_batch(n: int, length: int) -> Batch:
         return {"x": torch.randn(n, length, 16), "y": torch.randint(0, 10, (n,))}
@@ -252,7 +247,7 @@ def heavy() -> Training:
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"].mean(1)), batch["y"])
 
-    return training(nn.Sequential(*model, head), loss_of, make_batch, 1000)
+    return training(model, loss_of, make_batch, 1000)
 
 
 class Messages(nn.Module):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from tests.support.costs import measured
 from tests.support.large_steps import CLASSES
@@ -24,7 +25,6 @@ from torchbudget import (
     GradAccumulator,
     MemoryBudgetBatchSampler,
     PadCollate,
-    PaddedBatch,
     PaddedCost,
     fit,
 )
@@ -61,24 +61,17 @@ def samples(n: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"x": text, "labels": (text + 1) % CLASSES} for text in texts]
 
 
-class SeededByWorkers(Dataset[dict[str, Tensor]]):
+class SeededByWorkers(list[Any]):
     """Samples with labels that a worker draws as augmentations are.
 
     With the index and the seed that workers share: after a restart another one may read a sample.
     """
 
-    def __init__(self, data: Sequence[dict[str, Tensor]]) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        info = get_worker_info()
+    def __getitem__(self, index: Any) -> Any:
+        info, sample = get_worker_info(), super().__getitem__(index)
         generator = torch.Generator().manual_seed(index + (info.seed - info.id if info else 0))
-        labels = self.data[index]["labels"]
-        noise = torch.rand(labels.shape, generator=generator) < 0.3
-        return self.data[index] | {"labels": torch.where(noise, 0, labels)}
+        noise = torch.rand(sample["labels"].shape, generator=generator) < 0.3
+        return sample | {"labels": torch.where(noise, 0, sample["labels"])}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -86,8 +79,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
 
-def tokens(batch: PaddedBatch) -> int:
-    return batch.num_tokens
+tokens = attrgetter("num_tokens")
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
@@ -239,9 +231,6 @@ class Training:
             torch.testing.assert_close(*best, rtol=0, atol=0)
 
 
-LEAK = MiB(4)
-
-
 class Creeping(Training):
     """A training whose criterion keeps 4 MiB of every batch.
 
@@ -258,7 +247,7 @@ class Creeping(Training):
     def criterion(self, model: nn.Module, batch: Any) -> Tensor:
         self.numbers.append(batch.num_samples)
         if self.leaks:
-            self.kept.append(bytearray(b"\1") * LEAK)
+            self.kept.append(bytearray(b"\1") * MiB(4))
         return super().criterion(model, batch)
 
     def fit(self, monitor: Any, **options: Any) -> list[Epoch]:

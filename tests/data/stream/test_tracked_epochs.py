@@ -11,7 +11,6 @@ import pytest
 from tests.support.resuming import as_json
 from tests.support.streams import (
     SIZES,
-    epochs_of,
     loader_of,
     make,
     numbers,
@@ -24,6 +23,13 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
     "ignore:'pin_memory' argument is set as true:UserWarning",  # there is no device here
 )
+
+
+def epochs_of(
+    stream: Any, workers: int, epochs: int, *, tracked: bool, **options: Any
+) -> list[list[Any]]:
+    loader = loader_of(stream, workers, **options)
+    return [list(stream.tracked(loader) if tracked else loader) for _ in range(epochs)]
 
 
 @pytest.mark.parametrize(
