@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,16 +92,6 @@ def fused(owner: Any, name: str) -> Any:
     return mock.patch.object(owner, name, call)
 
 
-@contextmanager
-def fused_writes(place: str) -> Iterator[None]:
-    """Fail before or after a file is synced or renamed."""
-    if place != "write":
-        yield
-        return
-    with fused(os, "fsync"), fused(Path, "replace"):
-        yield
-
-
 def check(chance: random.Random, folder: Path) -> Counter[str]:
     """A training that fails up to seven times, and one that does not."""
     told, options, seed = Counter[str](), chance.random(), chance.randrange(2**30)
@@ -116,7 +105,10 @@ def check(chance: random.Random, folder: Path) -> Counter[str]:
         begun = (where / "last.pt").exists()
         part, before = Fitted(random.Random(options), place), told["faults"]
         torch.manual_seed(chance.randrange(2**30) if begun else seed)
-        with FUSE.lit(chance, PLACES[place], told), fused_writes(place):
+        with FUSE.lit(chance, PLACES[place], told), ExitStack() as writes:
+            if place == "write":
+                writes.enter_context(fused(os, "fsync"))
+                writes.enter_context(fused(Path, "replace"))
             found = part.fit(folder=where, **part.options)
         if told["faults"] > before:
             part.accumulator.load_state_dict({"version": 4, "steps": 0})  # forget what is pending

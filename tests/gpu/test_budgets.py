@@ -141,8 +141,7 @@ def test_what_is_assumed_where_no_device_is_at_hand(
     """Context and workspaces of cuBLAS: no more than a prediction for this device counts."""
     context, with_kernels, forward, backward = json.loads(printed_by("-c", FACTS).splitlines()[-1])
     found = {"context": context, "with kernels": with_kernels, "forward": forward}
-    for name, value in (found | {"backward": backward}).items():
-        record_property(name, value)
+    record_property("found", found | {"backward": backward})
     assert with_kernels <= CONTEXT_BYTES, found
     assert forward + backward <= WORKSPACE_BYTES + MIB
 
