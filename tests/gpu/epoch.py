@@ -10,12 +10,13 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.support.commands import printed_by
 from tests.support.training_cases import CASES, Training
 from torchbudget import (
     MeasuredCost,
@@ -46,6 +47,13 @@ def on_card(name: str) -> Training:
     return dataclasses.replace(made, make_batch=make_batch, step=step)
 
 
+def printed_json(*arguments: Any, expandable: str = "True") -> Any:
+    """The last line that another process of Python prints, with such segments of the allocator."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    stated = dict.fromkeys(names, f"expandable_segments:{expandable}")
+    return json.loads(printed_by(*arguments, **stated).splitlines()[-1])
+
+
 def outside_bytes() -> int:
     """What this process uses outside torch's allocator."""
     memory = device_memory("cuda")
@@ -72,16 +80,9 @@ def shapes_of(training: Training, cost: MeasuredCost, budget: int) -> Iterator[t
 
 
 def run(
-    training: Training,
-    cost: MeasuredCost,
-    budget: int,
-    batches: int = 120,
-    told: Callable[[dict[str, float | int]], None] = lambda _: None,
+    training: Training, cost: MeasuredCost, budget: int, batches: int = 120
 ) -> dict[str, float | int]:
-    """Figures of so many batches: the peak over the budget, failures, retries.
-
-    They are also told every 1,000 batches.
-    """
+    """The peak over the budget, failures and retries of so many batches; printed every 1,000."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, samples, began_s = torch.cuda.memory_stats(), 0, time.perf_counter()
@@ -100,7 +101,7 @@ def run(
     shapes = itertools.islice(shapes_of(training, cost, budget), batches)
     for number, (n, size) in enumerate(shapes):
         if number % 1000 == 999:
-            told(figures(number))
+            print(json.dumps(figures(number)), flush=True)  # noqa: T201
         samples += n
         training.step(training.make_batch(n, size))
     return figures(batches)
@@ -135,7 +136,7 @@ def epoch(name: str, budget: int, batches: int = 120) -> dict[str, Any]:
     training = on_card(name)
     cost = measured(training, budget)
     errors = np.abs(errors_of(training, cost, budget))
-    free = run(training, cost, budget, batches, lambda one: print(json.dumps(one), flush=True))  # noqa: T201
+    free = run(training, cost, budget, batches)
     limit_device_memory(budget, "cuda")
     limited = run(training, cost, budget)
     return {"free": free, "limited": limited, "error": float(np.median(errors))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.gpu.epoch import epoch, measured, on_card, run
-from tests.support.commands import printed_by
+from tests.gpu.epoch import epoch, measured, on_card, printed_json, run
 from torchbudget import MemoryBudget, limit_device_memory
 from torchbudget.cost.as_on_cuda import CONTEXT_BYTES, WORKSPACE_BYTES
 from torchbudget.machine.device import device_memory
@@ -47,12 +45,7 @@ def test_an_epoch_fills_the_budget_and_stays_within_it(name: str, budget_mib: in
 @pytest.mark.parametrize("name", LEAST)
 def test_segments_of_fixed_sizes_fill_less_but_stay_within_it(name: str, budget_mib: str) -> None:
     """In a process of its own, since the kind of segments is fixed when CUDA is first used."""
-    off = dict.fromkeys(
-        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False"
-    )
-    figures = json.loads(
-        printed_by("-m", "tests.gpu.epoch", name, budget_mib, **off).splitlines()[-1]
-    )
+    figures = printed_json("-m", "tests.gpu.epoch", name, budget_mib, expandable="False")
     assert figures["free"]["share"] <= 1, figures
     assert figures["free"]["failures"] == figures["limited"]["failures"] == 0, figures
 
@@ -139,7 +132,7 @@ def test_what_is_assumed_where_no_device_is_at_hand(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Context and workspaces of cuBLAS: no more than a prediction for this device counts."""
-    context, with_kernels, forward, backward = json.loads(printed_by("-c", FACTS).splitlines()[-1])
+    context, with_kernels, forward, backward = printed_json("-c", FACTS)
     found = {"context": context, "with kernels": with_kernels, "forward": forward}
     record_property("found", found | {"backward": backward})
     assert with_kernels <= CONTEXT_BYTES, found
@@ -162,14 +155,9 @@ def test_two_processes_on_one_card() -> None:
         [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
-        assert other.stdin is not None
-        try:
-            assert other.stdout.readline() == "up\n"
-            detected = MemoryBudget.detect("cuda", fraction=1.0).device
-            cost = measured(on_card("decoder, scores kept"), 3 * GIB)
-        finally:
-            other.stdin.close()
-            other.wait()
+        assert other.stdout.readline() == "up\n"
+        detected = MemoryBudget.detect("cuda", fraction=1.0).device
+        cost = measured(on_card("decoder, scores kept"), 3 * GIB)
     assert detected is not None
     assert detected <= 0.6 * torch.cuda.mem_get_info()[1]
     assert 0.8 * 3 * GIB <= max(probe.peak_bytes for probe in cost.probes) <= 1.02 * 3 * GIB

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.support.commands import printed_by
+from tests.gpu.epoch import printed_json
 
 pytestmark = pytest.mark.gpu
 
@@ -54,8 +52,5 @@ print(json.dumps([said, known]))
 )
 def test_every_error_of_a_full_card_is_recognised(kind: str, expandable: str) -> None:
     """By torch's allocator, cuDNN, or cuBLAS, whose handle does not fit."""
-    settings = f"expandable_segments:{expandable}"
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    lines = printed_by("-c", FILL, kind, **dict.fromkeys(names, settings)).splitlines()
-    said, known = json.loads(lines[-1])
+    said, known = printed_json("-c", FILL, kind, expandable=expandable)
     assert known, said

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.gpu.epoch import MIB, on_card
+from tests.support.training_cases import CASES
 from torchbudget import measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError
 
@@ -36,18 +37,7 @@ def traced_and_real(name: str, n: int, part: float) -> tuple[int, int]:
     return traced, torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "encoder, fused attention",
-        "encoder, bfloat16",
-        "encoder, foreach",
-        "encoder, checkpointed",
-        "decoder, scores kept",
-        "graphs",
-        "heavy",
-    ],
-)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"images", "waves", "LSTM", "GRU"}))
 @pytest.mark.parametrize(("n", "part"), [(4, 1.0), (32, 0.25)])
 def test_a_trace_is_the_allocated_peak_but_for_workspaces(name: str, n: int, part: float) -> None:
     traced, real = traced_and_real(name, n, part)
@@ -72,8 +62,14 @@ def test_recurrent_layers_are_run(name: str) -> None:
     assert any("is run by cuDNN" in note for note in cost.notes)
 
 
-def compiled() -> tuple[Any, Any]:
-    """A step through `torch.compile`, and its batches."""
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_trace_leaves_the_compiler_as_it_was(warm: bool) -> None:
+    """Compiled before or not, the step is compiled after a trace, and goes on."""
+    from torch._dynamo.utils import counters
+
+    pytest.importorskip("triton", reason="torch.compile on CUDA needs Triton")
+    torch._dynamo.reset()
+    counters.clear()
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
     run = torch.compile(model, dynamic=True)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -83,18 +79,9 @@ def compiled() -> tuple[Any, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, lambda n, size: torch.randn(n, size, 64, device="cuda")
+    def make_batch(n: int, size: Any) -> torch.Tensor:
+        return torch.randn(n, size, 64, device="cuda")
 
-
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_trace_leaves_the_compiler_as_it_was(warm: bool) -> None:
-    """Compiled before or not, the step is compiled after a trace, and goes on."""
-    from torch._dynamo.utils import counters
-
-    pytest.importorskip("triton", reason="torch.compile on CUDA needs Triton")
-    torch._dynamo.reset()
-    counters.clear()
-    step, make_batch = compiled()
     if warm:
         step(make_batch(2, 9))
         step(make_batch(3, 7))
