@@ -55,8 +55,7 @@ def test_an_epoch_at_a_part_of_the_card(
     fraction: float, record_property: Callable[[str, object], None]
 ) -> None:
     """Nothing fails; samples a second, by which 0.9 is the default, are in `--junit-xml`."""
-    budget = MemoryBudget.detect("cuda", fraction=fraction).device
-    assert budget is not None
+    budget = MemoryBudget.detect("cuda", fraction=fraction).device or 0
     training = on_card("decoder, scores kept")
     cost = measured(training, budget)
     limit_device_memory(budget, "cuda")
@@ -156,8 +155,7 @@ def test_two_processes_on_one_card() -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "up\n"
-        detected = MemoryBudget.detect("cuda", fraction=1.0).device
+        detected = MemoryBudget.detect("cuda", fraction=1.0).device or 0
         cost = measured(on_card("decoder, scores kept"), 3 * GIB)
-    assert detected is not None
-    assert detected <= 0.6 * torch.cuda.mem_get_info()[1]
+    assert 0 < detected <= 0.6 * torch.cuda.mem_get_info()[1]
     assert 0.8 * 3 * GIB <= max(probe.peak_bytes for probe in cost.probes) <= 1.02 * 3 * GIB
