@@ -56,7 +56,7 @@ EXACT = {
 def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None:
     """It prints a table and writes its rows and bars; what needs no clock holds at any size."""
     written = tmp_path / "numbers.json"
-    printed = printed_by(BENCHMARKS / f"{name}.py", "--json", written, *TINY[name].split())
+    printed = printed_by([BENCHMARKS / f"{name}.py", "--json", written, *TINY[name].split()])
     numbers = json.loads(written.read_text())
     assert len(printed.splitlines()) == 1 + len(numbers["rows"]) + len(numbers["bars"])
     exact = [bar for bar in numbers["bars"] if EXACT.get(name, "no bar") in bar["bar"]]
@@ -72,7 +72,7 @@ def test_recording_replaces_the_table(tmp_path: Path) -> None:
     script = tmp_path / "padding.py"
     before = script.read_text()
     arguments = ["padding", "--samples", "1000", "--peer-samples", "100"]
-    printed = printed_by(tmp_path / "record.py", *arguments)
+    printed = printed_by([tmp_path / "record.py", *arguments])
     after = script.read_text()
     assert all(f"    {line}\n" in after for line in printed.splitlines()[1:] if line)
     assert after.partition("Figures are")[2] == before.partition("Figures are")[2]

@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 def example(script, *arguments, ranks=0):
     """What an example prints, under torchrun where it takes ranks."""
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return printed_by(*(run if ranks else []), EXAMPLES / f"{script}.py", *arguments)
+    return printed_by([*(run if ranks else []), EXAMPLES / f"{script}.py", *arguments])
 
 
 def compared(*arguments, path=ROOT):

@@ -51,7 +51,7 @@ def printed_json(*arguments: Any, expandable: str = "True") -> Any:
     """The last line that another process of Python prints, with such segments of the allocator."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     stated = dict.fromkeys(names, f"expandable_segments:{expandable}")
-    return json.loads(printed_by(*arguments, **stated).splitlines()[-1])
+    return json.loads(printed_by(arguments, **stated).splitlines()[-1])
 
 
 def outside_bytes() -> int:

@@ -23,7 +23,7 @@ def python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, arguments)], check=False, **given)
 
 
-def printed_by(*arguments: Any, **environment: str) -> str:
+def printed_by(arguments: Sequence[Any], **environment: str) -> str:
     """What Python prints, which must end well."""
     done = python(*arguments, env=ENVIRONMENT | environment)
     assert not done.returncode, done.stderr

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ENVIRONMENT
-from tests.support.commands import ROOT as REPOSITORY  # noqa: F401  (tests import it from here)
 
 SHM = Path("/dev/shm")
 # The shell joins the group before it becomes Python, so that all of Python's memory is charged

@@ -106,7 +106,7 @@ def torchrun(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any
     path = folder / "script.py"
     path.write_text(script + END)
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    printed_by(*command, path, folder, *arguments)
+    printed_by([*command, path, folder, *arguments])
     return _results(folder, ranks)
 
 
