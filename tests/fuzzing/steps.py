@@ -157,8 +157,7 @@ class Accumulation:
                 assert not place or not self.accumulator.stepped, "a step ended early"
                 self.accumulate(piece, last=place == len(step) - 1)
             if self.rule == "by hand":
-                ended = self.chance.choice([self.accumulator.step, self.accumulator.flush])
-                ended()
+                self.chance.choice([self.accumulator.step, self.accumulator.flush])()
             last = self.accumulator.last
             assert self.accumulator.stepped, "the step did not end"
             assert last is not None

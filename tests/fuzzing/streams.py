@@ -37,10 +37,6 @@ def thrice(sample: Any) -> list[Any]:
     return [sample] * (sample[0] % 4)
 
 
-def is_kept(sample: Any) -> bool:
-    return bool(sample[0] % 5)
-
-
 def shrunk(sample: Any) -> Any:
     """Of a random size below its own, drawn in any of the ways."""
     number, size = sample
@@ -58,7 +54,7 @@ def broken(sample: Any) -> Any:
 # Each with how often the sample of a number comes out of it.
 TRANSFORMS: dict[str, tuple[Any, Callable[[int], int]]] = {
     "thrice": (transforms.expand(thrice), lambda number: number % 4),
-    "kept": (transforms.keep_if(is_kept), lambda number: bool(number % 5)),
+    "kept": (transforms.keep_if(lambda sample: sample[0] % 5 > 0), lambda number: number % 5 > 0),
     "shrunk": (shrunk, lambda _: 1),
     "sometimes shrunk": (transforms.random_apply(0.5, shrunk), lambda _: 1),
     "broken": (broken, lambda number: number % 7 != 3),
