@@ -6,18 +6,18 @@ Question: how long does it take to make one batch of 64 dict samples of three ra
 
 Command: python examples/benchmarks/collate.py [--repetitions R] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, transformers 5.23.
+Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, transformers 5.24.
 
     samples                  collate      µs  PadCollate, µs  ratio
-    lists    DataCollatorWithPadding  29,553           1,544  18.00
-    lists                PackCollate   1,768           2,007   0.92
-    tensors  DataCollatorWithPadding  32,818             790  48.46
-    tensors             pad_sequence     872             682   1.21
-    tensors              PackCollate     511             701   0.76
-    arrays               PackCollate     540             753   0.74
-    lists, DataCollatorWithPadding ≥ 3: 18.005, holds
-    tensors, DataCollatorWithPadding ≥ 3: 48.456, holds
-    tensors, pad_sequence ≥ 1.2: 1.2142, holds
+    lists    DataCollatorWithPadding  11,887           1,258   9.45
+    lists                PackCollate   1,199           1,297   0.92
+    tensors  DataCollatorWithPadding  12,922             576  22.48
+    tensors             pad_sequence     510             569   0.89
+    tensors              PackCollate     387             543   0.72
+    arrays               PackCollate     324             461   0.71
+    lists, DataCollatorWithPadding ≥ 3: 9.4473, holds
+    tensors, DataCollatorWithPadding ≥ 3: 22.48, holds
+    tensors, pad_sequence ≥ 1.2: 0.89407, DOES NOT HOLD
 
 Each row is a race of its own between `PadCollate` and one other collate, on the same eight batches
 in every repetition, taking turns in going first. The times are medians, of a batch; the

@@ -7,25 +7,25 @@ and other libraries' samplers give?
 
 Command: python examples/benchmarks/padding.py [--samples N] [--peer-samples N] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
-transformers 5.23.0, infinibatch 0.1.1, lhotse 1.33.0.
+Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
+transformers 5.24.0, infinibatch 0.1.1, lhotse 1.33.0.
 
     batches of                        samples  batches  padding   fill    over  largest  µs a sample
-    torchbudget, window 4,096       1,000,000   15,881    3.64%  0.973       0   16,384        0.157
-      its windows, cut plainly      1,000,000   15,881    3.64%  0.973       0   16,384        0.721
-    torchbudget, window 512         1,000,000   19,919   18.92%  0.922       0   16,384        0.101
-    torchbudget, window 1,024       1,000,000   17,729   11.57%  0.950       0   16,384        0.171
-    torchbudget, window 2,048       1,000,000   16,520    6.63%  0.965       0   16,384        0.086
-    torchbudget, window 8,192       1,000,000   15,545    1.94%  0.977       0   16,384        0.095
-    torchbudget, window 16,384      1,000,000   15,363    1.02%  0.979       0   16,384        0.084
-    torchbudget, window 65,536      1,000,000   15,222    0.28%  0.981       0   16,384        0.132
-    torch, 4 at random              1,000,000  250,000   54.70%  0.131       0   16,384        0.603
-    torch, 63 at random             1,000,000   15,874   85.48%  6.462  15,873  258,048        0.241
-    transformers LengthGrouped, 63  1,000,000   15,874   18.81%  1.155   4,716  258,048        0.823
-    infinibatch, read-ahead 4,096   1,000,000   15,873    3.63%  0.973       0   16,384        0.851
-    lhotse DynamicBucketing           100,000    1,658    7.88%  0.972      12   22,452       22.594
-    padding, window 4,096 ≤ 0.0365: 0.036363, holds
-    fill, window 4,096 ≥ 0.972: 0.97299, holds
+    torchbudget, window 4,096       1,000,000   15,881    3.60%  0.973       0   16,384        0.119
+      its windows, cut plainly      1,000,000   15,881    3.64%  0.973       0   16,384        0.348
+    torchbudget, window 512         1,000,000   19,919   18.29%  0.915       0   16,384        0.118
+    torchbudget, window 1,024       1,000,000   17,729   11.26%  0.946       0   16,384        0.207
+    torchbudget, window 2,048       1,000,000   16,520    6.52%  0.964       0   16,384        0.095
+    torchbudget, window 8,192       1,000,000   15,545    1.93%  0.977       0   16,384        0.085
+    torchbudget, window 16,384      1,000,000   15,363    1.01%  0.979       0   16,384        0.085
+    torchbudget, window 65,536      1,000,000   15,222    0.28%  0.981       0   16,384        0.084
+    torch, 4 at random              1,000,000  250,000   54.65%  0.131       0   16,384        0.548
+    torch, 63 at random             1,000,000   15,874   85.49%  6.464  15,873  258,048        0.147
+    transformers LengthGrouped, 63  1,000,000   15,874   18.81%  1.155   4,719  258,048        0.528
+    infinibatch, read-ahead 4,096   1,000,000   15,873    3.63%  0.973       0   16,384        0.878
+    lhotse DynamicBucketing           100,000    1,658    7.88%  0.972      12   22,452       12.453
+    padding, window 4,096 ≤ 0.0365: 0.035967, holds
+    fill, window 4,096 ≥ 0.972: 0.97259, holds
     batches over the budget ≤ 0: 0, holds
     batches / the plain cut's ≤ 1: 1, holds
 

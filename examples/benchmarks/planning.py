@@ -9,18 +9,18 @@ Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] 
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     1.58        0.158  1.000      1.000
-    padded                                0.47        0.047  0.296      0.286
-    padded, len only                      0.21        0.021  0.133      0.128
-    padded, samples_per_step=4096         0.48        0.048  0.307      0.297
-    padded, rank 3 of 8                   0.43        0.043  0.276      0.266
-    padded, two axes                      1.04        0.104  0.659      0.639
-    padded, 4 samples a batch             2.06        0.206  1.303      1.260
-    packed                                1.01        0.101  0.638      0.617
-    padded / torch ≤ 0.3: 0.29634, holds
-    padded, len only / torch ≤ 0.2: 0.13296, holds
-    padded, rank 3 of 8 / torch ≤ 0.7: 0.27565, holds
-    padded, two axes / torch ≤ 0.7: 0.65945, holds
+    torch BatchSampler(RandomSampler)     1.70        0.170  1.000      1.000
+    padded                                0.49        0.049  0.294      0.286
+    padded, len only                      0.22        0.022  0.139      0.134
+    padded, samples_per_step=4096         0.51        0.051  0.305      0.295
+    padded, rank 3 of 8                   0.46        0.046  0.273      0.264
+    padded, two axes                      1.02        0.102  0.605      0.587
+    padded, 4 samples a batch             1.76        0.176  1.039      1.006
+    packed                                1.05        0.105  0.607      0.588
+    padded / torch ≤ 0.3: 0.29427, holds
+    padded, len only / torch ≤ 0.2: 0.13875, holds
+    padded, rank 3 of 8 / torch ≤ 0.7: 0.27259, holds
+    padded, two axes / torch ≤ 0.7: 0.60467, holds
 
 Every repetition times each row once, in turn. The ratio is the median over repetitions of the ratio
 within each, of wall time and of CPU time; the bars are for wall time. `µs a sample` divides by all

@@ -6,29 +6,29 @@ the same look-ahead?
 
 Command: python examples/benchmarks/streams.py [--samples N] [--lhotse-samples N] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
+Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
 infinibatch 0.1.1, lhotse 1.33.0.
 
     stream                            samples  batches  padding    fill  over  µs a sample
-    lengths, reading                1,000,000        –        –       –     –        0.033
-    lengths, torchbudget            1,000,000    4,232   2.656%  0.9874     0        0.142
-    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.213
-    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.217
-    lengths, torchbudget, fewer       100,000      422   2.733%  0.9893     0        0.169
-    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4        7.214
-    docstrings, reading                66,040        –        –       –     –        0.045
-    docstrings, torchbudget            66,040    1,722   0.555%  0.9692     0        0.202
-    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.256
-    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.267
-    docstrings, torchbudget, fewer     66,040    1,722   0.555%  0.9692     0        0.201
-    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       10.504
+    lengths, reading                1,000,000        –        –       –     –        0.045
+    lengths, torchbudget            1,000,000    4,232   2.656%  0.9874     0        0.143
+    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.241
+    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.251
+    lengths, torchbudget, fewer       100,000      422   2.733%  0.9893     0        0.162
+    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4        8.083
+    docstrings, reading                66,040        –        –       –     –        0.051
+    docstrings, torchbudget            66,040    1,722   0.555%  0.9692     0        0.218
+    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.287
+    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.297
+    docstrings, torchbudget, fewer     66,040    1,722   0.555%  0.9692     0        0.205
+    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       12.165
     lengths: points of padding more than by hand ≤ 0.15: -0.018279, holds
     lengths: fill less than by hand ≤ 0.005: 0.00018544, holds
     lengths: points of padding more than infinibatch ≤ 0.15: -0.20257, holds
     lengths: fill less than infinibatch ≤ 0.005: 0.002059, holds
     lengths: points of padding more than lhotse, fewer ≤ 0.15: -4.9721, holds
     lengths: fill less than lhotse, fewer ≤ 0.005: -0.018052, holds
-    lengths: speed / the fastest one's ≥ 1.5: 1.5068, holds
+    lengths: speed / the fastest one's ≥ 1.5: 1.6718, holds
     lengths: batches over the budget ≤ 0: 0, holds
     docstrings: points of padding more than by hand ≤ 0.15: -0.01163, holds
     docstrings: fill less than by hand ≤ 0.005: 0.00011335, holds
@@ -36,7 +36,7 @@ infinibatch 0.1.1, lhotse 1.33.0.
     docstrings: fill less than infinibatch ≤ 0.005: 1.5808e-05, holds
     docstrings: points of padding more than lhotse, fewer ≤ 0.15: -6.0836, holds
     docstrings: fill less than lhotse, fewer ≤ 0.005: -0.0056679, holds
-    docstrings: speed / the fastest one's ≥ 1.25: 1.2669, holds
+    docstrings: speed / the fastest one's ≥ 1.25: 1.3285, holds
     docstrings: batches over the budget ≤ 0: 0, holds
 
 `lengths` are log-normal(3.2, 0.8), clipped to 1 to 1,024; `docstrings` are those of Python's

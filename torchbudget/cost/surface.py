@@ -83,7 +83,8 @@ class Surface:
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
         reached = 0 if grid is None else grid.most
         closer = [round(2 ** (k / 4)) for k in range(4 * reached.bit_length())]
-        starts = np.array(sorted({*_STARTS, *(n for n in closer if n < reached)}), np.int64)
+        closer = [min(n, reached) for n in closer]
+        starts = np.array(sorted({*_STARTS, *closer}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
         # Below more samples that a piece holds, one that none does needs what the largest says.
