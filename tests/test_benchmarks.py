@@ -51,7 +51,7 @@ EXACT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None:
     """It prints a table and writes its rows and bars; what needs no clock holds at any size."""
@@ -64,7 +64,7 @@ def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None
     assert bool(exact) == (name in EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recording_replaces_the_table(tmp_path: Path) -> None:
     """The new table stands where the old one stood, and nothing else changes."""
     for path in BENCHMARKS.glob("*.py"):

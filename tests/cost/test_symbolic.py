@@ -264,18 +264,13 @@ def test_a_loop_over_the_length_is_interpolated() -> None:
         assert cost.label(*shape) != "raised"
 
 
-ON_THE_GRID = pytest.mark.xfail(
-    reason="interpolated: held-out shapes were not the worst ones, or minutes of traces", run=False
-)
+FEW = "encoder, padding masked", "spectrogram", "U-Net", "graphs"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=ON_THE_GRID)
-        if name in ("spectrogram", "decoder, chunked loss", "decoder, micro-batches")
-        else name
+        pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.nightly)
         for name in CLASSES
     ],
 )
