@@ -69,7 +69,9 @@ def costs(draw: st.DrawFn, axes: int = 1) -> MeasuredCost:
         stairs = draw(st.integers(0, 10**5)) * np.ceil(area / draw(st.integers(1, 100)))
         values = tuple(map(tuple, (draw(st.integers(0, 10**6)) + stairs).tolist()))
         raised = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 1e5]))
-        grid = Grid(sizes, (numbers,) * len(values), values, 64, MAX_BYTES, *raised)
+        grid = Grid(
+            sizes, (numbers,) * len(values), values, 64, draw(st.booleans()), MAX_BYTES, *raised
+        )
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(LARGEST,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),

@@ -299,7 +299,8 @@ class Covering:
         columns = [self._column(size) for size in product(*sizes)]
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
-        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n)
+        by_area = self.grid is None or self.grid.by_area
+        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, float]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
@@ -356,20 +357,30 @@ class Covering:
         return float(trace.peaks([(n, *size)])[0])
 
     def _hold_out(self, grid: Grid, left: IntArray) -> Shape:
-        """Raise the grid by the largest error on shapes that are no nodes; return that shape."""
+        """Raise the grid by the largest error on shapes that are no nodes; return that shape.
+
+        Of its two ways between sizes the grid takes the one with the smaller error.
+        """
         left = left[(left[:, 0] <= grid.most) & (grid.bytes_at(left) <= self._room)]
-        worst: Shape = (1, *self.subject.domain.smallest)
-        share = most = 0.0
+        shapes = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             if time.process_time() > self._deadline + _MOST_SECONDS / 2:
                 break
-            shape = self._limited(tuple(shape))
-            found = float(grid.bytes_at([shape])[0])
-            off = self._at(shape) - found
-            worst = shape if off > share * found else worst
-            share, most = max(share, off / found), max(most, off)
-        self.grid = replace(grid, raised_share=share, raised_bytes=most)
-        return worst
+            shapes.append(self._limited(tuple(shape)))
+            self._at(shapes[-1])
+        if not shapes:
+            return (1, *self.subject.domain.smallest)
+        real = np.array([self._at(shape) for shape in shapes])
+        ways = []
+        for by_area in (grid.by_area, not grid.by_area):
+            one = replace(grid, by_area=by_area)
+            found = one.bytes_at(shapes)
+            shares, most = np.maximum(real / found - 1, 0), max((real - found).max(), 0.0)
+            worst = int(shares.argmax())
+            one = replace(one, raised_share=float(shares[worst]), raised_bytes=float(most))
+            ways.append((one, shapes[worst]))
+        self.grid, outlier = min(ways, key=lambda way: way[0].raised_share)
+        return outlier
 
     def _note_what_is_left(self, trace: Trace) -> None:
         shape = tuple(self.subject.domain.draw(1, self.most_n)[0].tolist())

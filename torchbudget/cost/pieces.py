@@ -150,7 +150,8 @@ class Grid:
     """Bytes at some shapes, in between interpolated.
 
     Each size has a column, bytes at some numbers of samples, with lines in between. Between two
-    sizes, bytes are linear in each size where n · L₁ ⋯ is the same, which most storages follow.
+    sizes, bytes are linear in each size where n · L₁ ⋯ is the same, which most storages follow; or
+    where n is, as in a loop over parts of the batch.
 
     Attributes:
         sizes: ascending, for each axis.
@@ -158,6 +159,7 @@ class Grid:
             Columns are in the order of `itertools.product(*sizes)`.
         values: bytes at each of them.
         most: samples up to which bytes are known.
+        by_area: whether bytes are linear in sizes where n · L₁ ⋯ is the same, else where n is.
         reached: the most bytes that were measured; beyond them nothing is known.
         raised_share: all bytes are raised by the smaller one of this share, the largest error on
             other shapes,
@@ -168,6 +170,7 @@ class Grid:
     numbers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]
     most: int
+    by_area: bool = True
     reached: int = MAX_BYTES
     raised_share: float = 0.0
     raised_bytes: float = 0.0
@@ -195,7 +198,8 @@ class Grid:
             above = np.minimum(below + 1, len(known) - 1)
             corners.append((below, above))
             shares.append((inside - known[below]) / np.maximum(known[above] - known[below], 1))
-            area *= inside
+            if self.by_area:
+                area *= inside
         total = np.zeros(len(shapes))
         for bits in product((0, 1), repeat=len(self.sizes)):
             at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
@@ -211,7 +215,8 @@ class Grid:
         if not self.numbers[column]:
             return np.full(len(area), 2.0**62)
         at = np.unravel_index(column, tuple(map(len, self.sizes)))
-        size = math.prod(nodes[k] for nodes, k in zip(self.sizes, at, strict=True))
+        pairs = zip(self.sizes, at, strict=True)
+        size = math.prod(nodes[k] for nodes, k in pairs) if self.by_area else 1
         found = along(self.numbers[column], self.values[column], area / size)
         return np.maximum(found, self.floor)
 

@@ -473,7 +473,7 @@ class _Runs:
         # A size whose runs ended below what others have reached goes on by its own slope.
         numbers, values = zip(*columns, strict=True)
         most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
-        grid = Grid(tuple(sizes), numbers, values, most, reached)
+        grid = Grid(tuple(sizes), numbers, values, most, reached=reached)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),
