@@ -37,9 +37,11 @@ _OFF: Final = 0.01
 # Numbers of samples of a column are no nearer than this to one another.
 _NEAR: Final = 1.5
 _MOST_SECONDS: Final = 60.0
-# A trace that takes so many times as long as one of a few samples loops over what grows.
-_LOOPING: Final = 16
-_LEAST_SECONDS: Final = 5.0
+# A trace with symbols, and one of many samples, that takes so many times as long as one of two
+# samples loops over what grows; the latter takes at least so many seconds.
+_LOOPING_SYMBOLS: Final = 16
+_LOOPING: Final = 4
+_LEAST_SECONDS: Final = 0.5
 # Of a CTC model with strides, 8 held-out shapes showed 0.4 % of the 2.5 % that others were too low.
 _HELD_OUT: Final = 24
 # Beyond these the kept sums are looked for, too: of many samples others are the peak.
@@ -141,7 +143,7 @@ class Covering:
 
     def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
-            limit = self._limit(self.subject.domain.smallest)
+            limit = self._limit(self.subject.domain.smallest, _LOOPING_SYMBOLS)
             trace = self.tracer.symbolic(recipe, shape, limit)
             trace.failed([shape])
             trace.piece([shape], []).in_n(np.array([shape[1:]]))
@@ -276,10 +278,10 @@ class Covering:
     def _room(self) -> float:
         return math.inf if self.room is None else self.room
 
-    def _limit(self, size: tuple[int, ...]) -> float:
-        """The most seconds for a trace of many samples of a size, by that of two."""
+    def _limit(self, size: tuple[int, ...], times: int) -> float:
+        """The most seconds of a trace, as a multiple of those for two samples of a size."""
         two = self._concrete.get((2, *size))
-        return math.inf if two is None else max(_LOOPING * two.seconds, _LEAST_SECONDS)
+        return math.inf if two is None else times * max(two.seconds, _LEAST_SECONDS)
 
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
@@ -296,7 +298,10 @@ class Covering:
         return middle if low < middle < high else None
 
     def _grid_of(self, sizes: list[list[int]]) -> Grid:
-        columns = [self._column(size) for size in product(*sizes)]
+        every = list(product(*sizes))
+        for size in reversed(every):  # the largest first: time may run out
+            self._column(size)
+        columns = [self._columns[size] for size in every]
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
         by_area = self.grid is None or self.grid.by_area
@@ -319,7 +324,7 @@ class Covering:
             aim = high + (self._room - known[high]) / slope
             low, high = high, int(min(max(aim, 2 * high), 16 * high, most))
             try:
-                known[high] = value(high, self._limit(size))
+                known[high] = value(high, self._limit(size, _LOOPING))
             except UntraceableError:  # a loop over the samples
                 most = self.most_n = max(high // 8, low)
                 high = low
