@@ -62,7 +62,17 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
         OversizeError,
         r"1 of 5 samples .* limits\[1\].* 64",
     ),
-    ({"limits": [(TOKENS, 64)], "cost": PACKED}, OptionError, "leave limits out"),
+    (
+        {"limits": [(PackedCost(unit_bytes=3, unit="nodes"), 26)], "budget": 400},
+        OversizeError,
+        r"index 1: size 9 needs 27 nodes of 26 nodes; raise limits\[0\], shorten",
+    ),
+    ({"limits": [(PackedCost(sample_bytes=2), 1)]}, OversizeError, r"5 of 5 .* over limits\[0\]"),
+    (
+        {"limits": [(TOKENS, 64)], "cost": PACKED},
+        OptionError,
+        r"limits\[0\] is a PaddedCost, .* state a PackedCost",
+    ),
     ({"size_multiple": 10, "budget": 9}, OversizeError, "5 of 5 samples|needs 10"),
     ({"batches_per_epoch": 0}, OptionError, "batches_per_epoch .* got 0"),
     ({"batches_per_epoch": "auto"}, OptionError, "batches_per_epoch .* got 'auto'"),

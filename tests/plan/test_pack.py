@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import MemoryBudgetBatchSampler, PackedCost
 from torchbudget.errors import OptionError
-from torchbudget.plan.pack import pack
+from torchbudget.plan.pack import pack, spread
 
 
 @st.composite
@@ -35,10 +36,10 @@ def packings(draw: st.DrawFn) -> tuple[Any, int]:
     return np.sort(items)[::-1].astype(np.int64), room
 
 
-def bins_of(items: Any, room: int, most: int | None = None) -> list[Any]:
+def bins_of(items: Any, room: int) -> list[Any]:
     """The items of each bin, after checking that they are a partition."""
     sizes, counts = np.unique(items, return_counts=True)
-    grouped, starts = pack(sizes[::-1], counts[::-1], room, most)
+    grouped, starts = pack(sizes[::-1], counts[::-1], room)
     assert starts[0] == 0
     assert (np.diff(starts) > 0).all()
     assert np.array_equal(np.sort(grouped), np.arange(len(items)))
@@ -80,16 +81,53 @@ def test_at_most_11_9_of_the_best(bins: int, room: int, seed: int) -> None:
     assert bins <= len(bins_of(ordered, room)) <= 11 / 9 * bins + 6 / 9
 
 
-@given(packings(), st.integers(1, 20))
-def test_no_bin_holds_more_than_most(case: Any, most: int) -> None:
-    """With `most`, every bin of more is cut into as few pieces as can be."""
-    items, room = case
-    free = bins_of(items, room)
-    held = bins_of(items, room, most)
-    assert max(map(len, held)) <= most
-    assert len(held) == sum(-(-len(one) // most) for one in free)
-    for one in held:
-        assert one.sum() <= room or len(one) == 1
+@given(st.integers(1, 4), st.integers(1, 80), st.integers(1, 30), st.integers(0, 2**32), st.data())
+def test_no_bin_is_over_any_room(
+    limits: int, n: int, bins: int, seed: int, data: st.DataObject
+) -> None:
+    """With several rooms: every bin within all of them, none empty, none opened without need.
+
+    A bin is opened for an item that fits into no other one, and so no other one can take all of it.
+    """
+    rng = np.random.default_rng(seed)
+    rooms = rng.choice([0, 1, 9, 1000, 2**61], limits).tolist()
+    largest = [max(int(room * data.draw(st.sampled_from([0.1, 0.6, 1]))), 0) for room in rooms]
+    parts = np.array([rng.integers(0, most + 1, n) for most in largest])
+    work = rng.integers(0, 50, n) if data.draw(st.booleans()) else None
+    found = spread(parts, rooms, bins, work)
+    number = int(found.max()) + 1
+    assert number == len(set(found.tolist()))
+    assert number >= min(n, bins)
+    sums = [[sum(row[found == one].tolist()) for row in parts] for one in range(number)]
+    assert all(used <= room for one in sums for used, room in zip(one, rooms, strict=True))
+    for later in range(bins, number):
+        for earlier in range(later):
+            both = np.array(sums[earlier], object) + np.array(sums[later], object)
+            assert (both > np.array(rooms, object)).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("text and patches", 0.025), ("graphs", 0.015), ("rows", 0.015)]
+)
+def test_several_limits_leave_little_of_the_fuller_one(name: str, most: float) -> None:
+    """Batches of windows of 4,096, above the number that the sums need at the least."""
+    rng, n = np.random.default_rng(0), 16_384
+    text = np.clip(rng.lognormal(5, 1, n), 16, 4096)
+    patches = np.where(rng.random(n) < 0.5, 0, rng.integers(64, 2048, n))
+    nodes = np.clip(rng.lognormal(3.3, 0.6, n), 3, 400)
+    edges = np.minimum(nodes * np.where(rng.random(n) < 1 / 30, nodes / 3, 4), 30_000)
+    one, other, rooms = {
+        "text and patches": (text, patches, (16_384, 8192)),
+        "graphs": (nodes, edges, (2048, 32_768)),
+        "rows": (text, np.ones(n), (4096, 32)),
+    }[name]
+    sizes = np.stack([one, other], axis=1).astype(np.int64)
+    costs = [PackedCost(unit_bytes=unit) for unit in ([1, 0], [0, 1])]
+    limits = [(costs[1], rooms[1])]
+    sampler = MemoryBudgetBatchSampler(sizes, costs[0], rooms[0], window=4096, limits=limits)
+    report = sampler.report()
+    assert report.over_budget == 0
+    assert report.batches <= (1 + most) * max(sizes.sum(axis=0) / rooms)
 
 
 def test_bytes_past_32_bits() -> None:
@@ -111,21 +149,26 @@ def test_lognormal_items_leave_next_to_nothing() -> None:
     st.integers(50, 200),
     st.integers(0, 99),
     st.none() | st.integers(1, 6),
+    st.none() | st.integers(103, 500),
 )
 def test_drop_last_leaves_out_the_emptiest_batch(
-    sizes: list[int], budget: int, seed: int, most: int | None
+    sizes: list[int], budget: int, seed: int, most: int | None, amount: int | None
 ) -> None:
     """If another sample would have fitted it; with one rank and window, and nothing else."""
     options: dict[str, Any] = {"window": len(sizes), "seed": seed, "num_replicas": 1, "rank": 0}
     cost = PackedCost(unit_bytes=1)
     options["max_batch_size"] = most
+    if amount is not None:
+        options["limits"] = [(PackedCost(sample_bytes=3, unit_bytes=2), amount)]
     whole = list(MemoryBudgetBatchSampler(sizes, cost, budget, **options))
-    free = [
-        0 if len(batch) == most else budget - sum(sizes[index] for index in batch)
-        for batch in whole
-    ]
+    free = []
+    for batch in whole:
+        n, total = len(batch) + 1, sum(sizes[index] for index in batch)
+        least = total + min(sizes)
+        over = least > budget or n > (most or n) or 3 * n + 2 * least > (amount or 10**9)
+        free.append(0 if over else budget - total)
     emptiest = [set(batch) for batch, left in zip(whole, free, strict=True) if left == max(free)]
-    allowed = emptiest if max(free) >= min(sizes) else [set()]
+    allowed = emptiest if max(free) > 0 else [set()]
     try:
         kept = list(MemoryBudgetBatchSampler(sizes, cost, budget, drop_last=True, **options))
     except OptionError:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, reasons_of
-from tests.support.strategies import problems, rules
+from tests.support.strategies import limits, problems, rules
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 
 TOKENS = PaddedCost(unit_bytes=1)
@@ -39,6 +39,8 @@ def reported(draw: st.DrawFn) -> Any:
         "drop_last": draw(st.booleans()),
         **draw(rules(packed=hasattr(cost, "base_bytes"))),
     }
+    rounded_up = rounded(sizes.max(axis=0).astype(np.int64), options["size_multiple"])
+    options["limits"] = draw(limits(rounded_up, packed=hasattr(cost, "base_bytes")))
     if "samples_per_step" in options:
         options["samples_per_step"] = min(window, len(sizes))
     largest = -(-sizes.max(axis=0).astype(np.int64) // 4) * 4
@@ -73,12 +75,22 @@ def figures_of(
     def share(part: float, whole: float) -> float:
         return 1 - part / whole if whole else 0.0
 
+    caps = [(cost, budget), *options["limits"]]
+    if "max_batch_size" in options:
+        caps.insert(1, (PackedCost(sample_bytes=1), options["max_batch_size"]))
     costs = [bytes_of(sizes, cost, batch, multiple) for batch in batches]
+    shares = np.array(
+        [[bytes_of(sizes, one, own, multiple) / amount for one, amount in caps] for own in batches]
+    )
     numbers = [len(batch) for batch in batches]
     return {
         "batches": len(batches),
         "samples": sum(numbers),
         "fill": float(np.mean(costs)) / budget if costs else 0.0,
+        "limits": tuple(shares.mean(axis=0)) if costs else (0.0,) * len(caps),
+        "ended": tuple(
+            (shares.argmax(axis=1) == k).mean() if costs else 0 for k in range(len(caps))
+        ),
         "padding": share(real.sum(), padded.sum()),
         "axis_padding": tuple(share(*pair) for pair in zip(real, padded, strict=True)),
         "smallest": min(numbers, default=0),
@@ -98,7 +110,14 @@ def test_a_report_is_that_of_the_batches(case: Any) -> None:
     steps = np.array(those[0].steps)
     multiple = options["size_multiple"]
     batches = [batch for mine in epochs for batch in mine]
-    for name, value in figures_of(sizes, cost, budget, batches, options).items():
+    figures = figures_of(sizes, cost, budget, batches, options)
+    used = {
+        "limits": [one.fill for one in report.limits],
+        "ended": [one.ended for one in report.limits],
+    }
+    for name, values in used.items():
+        assert values == pytest.approx(figures.pop(name)), name
+    for name, value in figures.items():
         assert getattr(report, name) == pytest.approx(value, rel=1e-9, abs=1e-9), name
     assert report.ranks == len(those)
     assert report.steps == len(steps)
@@ -127,6 +146,16 @@ def test_the_table() -> None:
         "imbalance of ranks   1.0000",
         "samples left out     0 dropped, 0 skipped",
     ]
+
+
+def test_limits_have_rows() -> None:
+    """The fill of each, with its unit, and the share of batches that it ended."""
+    limits = [(PackedCost(unit_bytes=1, unit="nodes"), 100)]
+    sampler = MemoryBudgetBatchSampler([10] * 30, TOKENS, 400, max_batch_size=20, limits=limits)
+    table = str(sampler.report())
+    assert re.search(r"fill of the budget +25\.0%, ended 0\.0% of the batches", table)
+    assert re.search(r"fill of max_batch_size +50\.0% of 20 samples, ended 0\.0%", table)
+    assert re.search(r"fill of limits\[0\] +100\.0% of 100 nodes, ended 100\.0%", table)
 
 
 def test_advice_follows_from_the_figures() -> None:

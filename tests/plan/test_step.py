@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
-from tests.support.strategies import problems, rules
+from tests.support.strategies import limits, problems, rules
 from torchbudget import PackedCost, PaddedCost, plan_step
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import BudgetError, OptionError, OversizeError, SizesError, UnevenRanksError
@@ -38,6 +38,7 @@ def test_laws_of_a_step(
     largest = -(-sizes.astype(np.int64).max(axis=0) // size_multiple) * size_multiple
     budget = max(budget, bytes_of(largest[None], cost, [0]))
     options |= {
+        "limits": data.draw(limits(largest, packed=isinstance(cost, AdditiveCost))),
         "num_replicas": ranks,
         "micro_batches_multiple": multiple,
         "size_multiple": size_multiple,
@@ -57,7 +58,8 @@ def test_laws_of_a_step(
     assert np.array(joined)[step.inverse].tolist() == list(range(len(sizes)))
     most = options.get("max_batch_size")
     for batch in (batch for mine in micro_batches for batch in mine):
-        assert bytes_of(sizes, cost, batch, size_multiple) <= budget
+        for model, amount in [(cost, budget), *options["limits"]]:
+            assert bytes_of(sizes, model, batch, size_multiple) <= amount
         assert most is None or len(batch) <= most
     again = plan_step(sizes, cost, budget, **options)
     assert again.micro_batches == micro_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,9 @@ def bytes_of(sizes: Any, cost: Any, batch: Any = slice(None), multiple: int = 1)
         multiple: sizes are rounded up to it.
     """
     own = -(-np.asarray(sizes)[batch].astype(np.int64) // multiple) * multiple
+    if getattr(cost, "counts", False):  # of any number of axes
+        whole = int(cost.fixed_bytes + len(own) * math.ceil(cost.sample_bytes))
+        return max(whole, int(getattr(cost, "floor_bytes", 0)))
     if hasattr(cost, "base_bytes"):
         return int(cost.base_bytes + cost.item_bytes(own).sum())
     return int(cost.batch_bytes(len(own), own.max(axis=0)))

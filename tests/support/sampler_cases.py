@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
-from tests.support.strategies import StairCost, formulas, problems, rules
+from tests.support.strategies import StairCost, formulas, limits, problems, rules
 from torchbudget import MemoryBudgetBatchSampler
 
 
@@ -64,11 +64,7 @@ def cases(
     multiple = options["size_multiple"]
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
     axes = sizes.shape[1] if sizes.ndim == 2 else 1
-    if fits and not packed:
-        found = draw(st.lists(formulas(axes, packed=False), max_size=2))
-        options["limits"] = [
-            (one, int(one.batch_bytes(1, largest)) * draw(st.integers(1, 8))) for one in found
-        ]
+    options["limits"] = draw(limits(largest, packed=packed))
     if not packed and draw(st.integers(0, 3)) == 0:
         options["balance"] = draw(formulas(axes, packed=False))
     if fits:

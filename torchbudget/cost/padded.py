@@ -64,8 +64,11 @@ class _Quadratic:
     sample_bytes: float = 0
     unit_bytes: float | Sequence[float] | npt.NDArray[Any] = 0
     pair_bytes: float | Sequence[Sequence[float]] | npt.NDArray[Any] = 0
+    unit: str = "bytes"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.unit, str) or not self.unit:
+            raise CostError(f"unit must be a word such as 'bytes' or 'tokens', got {self.unit!r}")
         each = _entries(self.unit_bytes)
         if each is None and self.unit_bytes == 0:
             each = _entries(self.pair_bytes)
@@ -84,6 +87,11 @@ class _Quadratic:
     def axes(self) -> int:
         """The number of ragged axes, d."""
         return len(self.unit_bytes) if isinstance(self.unit_bytes, tuple) else 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether a sample costs the same whatever its size, so that a limit counts samples."""
+        return not (np.any(self.unit_bytes) or np.any(self.pair_bytes))
 
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """The bytes of one sample of each size, without the fixed part.
@@ -162,6 +170,7 @@ class PaddedCost(_Quadratic):
         sample_bytes: per sample, whatever its length.
         unit_bytes: per sample and unit of padded length.
         pair_bytes: per sample and pair of units: attention that materialises its scores, H·W.
+        unit: the name of what the coefficients count, for errors and reports, such as `"tokens"`.
         floor_bytes: the least that a step costs, however small its batch (an optimizer step that
             hides the activations of small batches).
 
@@ -194,7 +203,8 @@ class PackedCost(_Quadratic, AdditiveCost):
     each.
 
     Attributes:
-        fixed_bytes: as in `PaddedCost`, and so are `sample_bytes`, `unit_bytes` and `pair_bytes`.
+        fixed_bytes: as in `PaddedCost`, and so are `sample_bytes`, `unit_bytes`, `pair_bytes` and
+            `unit`.
         total_multiple: the total of a row, Σ Lᵢ, is rounded up to a multiple of it once, and each
             position of padding costs `unit_bytes`, which are then rounded up to whole bytes.
             `PackCollate(total_multiple=…)` makes such rows. Only for one axis, without

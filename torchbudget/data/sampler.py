@@ -74,7 +74,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
             same, of another library too; `tracked` warns).
         limits: further caps, pairs of a cost model and an amount that no micro-batch exceeds, such
-            as `[(PaddedCost(unit_bytes=16), "64MiB")]` for two fields of int64 on the host.
+            as `[(PaddedCost(unit_bytes=16), "64MiB")]` for two fields of int64 on the host. A
+            `PackedCost` caps the sum over the samples, and is the only kind for packed batches;
+            one of `sample_bytes` alone caps their number.
         oversize: the fate of a sample that alone is over the budget or a limit: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.measured import MeasuredCost
-from torchbudget.cost.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.errors import CostError, MeasureWarning, SizesError, TorchBudgetError
-from torchbudget.plan.rules import BatchRules
-from torchbudget.units import format_bytes
+from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.warn import warn
 
 _LOOKED_AT: Final = 2**16  # samples that are looked at
@@ -41,20 +40,23 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     some = np.concatenate([_spread(sizes, _LOOKED_AT), largest[None]])
     padded = _spread(_different(rules.padded(some)), _ASKED - 1)
     padded = np.concatenate([padded, rules.padded(largest[None])])
-    models = [*rules.limits]
+    # The budget, and the limits that depend on sizes.
+    limits = [limit for limit in rules.limits if limit.name == "cost" or limit.most is None]
+    models = [*limits]
     if rules.balance is not None:
-        models.append(("balance", rules.balance, rules.budget_bytes))
-    for name, model, limit in models:
-        _check_shapes(name, model, padded, limit)
-    for _, model, _ in rules.limits:
-        if isinstance(model, MeasuredCost) and model.caution:
-            warn(model.caution, MeasureWarning)
-    if rules.packing is not None:
-        _answer("cost.item_bytes", rules.packing.item_bytes, padded, shape=(len(padded),))
-        return  # samples are added one by one
-    most = _MOST if rules.max_batch_size is None else rules.max_batch_size
-    for name, model, limit in rules.limits:
-        _check_capacity(name, model, padded, limit, most)
+        models.append(Limit("balance", rules.balance, rules.budget_bytes))
+    for limit in models:
+        _check_shapes(limit.name, limit.cost, padded, limit.amount)
+    for limit in limits:
+        if isinstance(limit.cost, MeasuredCost) and limit.cost.caution:
+            warn(limit.cost.caution, MeasureWarning)
+    most = _MOST if rules.most is None else rules.most
+    for limit in limits:
+        if isinstance(limit.cost, AdditiveCost):  # samples are added one by one
+            name, function = f"{limit.name}.item_bytes", limit.cost.item_bytes
+            _answer(name, function, padded, shape=(len(padded),))
+        else:
+            _check_capacity(limit, padded, most)
 
 
 def _different(rows: npt.NDArray[Any]) -> IntArray:
@@ -68,18 +70,18 @@ def _spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
     return rows[:: -(-len(rows) // most)]
 
 
-def _check_capacity(name: str, model: CostModel, padded: IntArray, limit: int, most: int) -> None:
-    n = np.minimum(model.capacity(padded, limit), most)
+def _check_capacity(limit: Limit, padded: IntArray, most: int) -> None:
+    n = np.minimum(limit.cost.capacity(padded, limit.amount), most)
     some_fit = n >= 1
     n, padded = n[some_fit], padded[some_fit]
-    needed = model.batch_bytes(n, padded)
-    over = np.flatnonzero(needed > limit)
+    needed = limit.cost.batch_bytes(n, padded)
+    over = np.flatnonzero(needed > limit.amount)
     if over.size:
-        first = over[0]
+        first, name = over[0], limit.name
         raise CostError(
             f"{name}.capacity says that {n[first]} samples of size {padded[first].tolist()} fit "
-            f"{format_bytes(limit)}, but {name}.batch_bytes says that they need "
-            f"{format_bytes(int(needed[first]))}: capacity must be the largest n with "
+            f"{limit.text(limit.amount)}, but {name}.batch_bytes says that they need "
+            f"{limit.text(int(needed[first]))}: capacity must be the largest n with "
             "batch_bytes(n, padded_size) <= budget_bytes"
         )
 

@@ -104,6 +104,7 @@ class Windows(ABC):
     Attributes:
         samples: places in the given sizes, window after window, shape `(windows·S,)`.
         sizes: sizes of those samples, in the shape that was given.
+        summed: see `BatchRules.longest_summed`; `None` also of packed samples.
     """
 
     def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
@@ -112,6 +113,8 @@ class Windows(ABC):
         self.samples = (order + np.arange(windows)[:, None] * self.length).reshape(-1)
         flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
+        # Runs that the summed limits beside a padded budget allow.
+        self.summed = rules.longest_summed(self.sizes) if rules.packing is None else None
 
     @abstractmethod
     def cut(self, budgets: IntArray) -> list[IntArray]:
@@ -178,9 +181,14 @@ class SortedWindows(Windows):
         """Each sample's kind, and the longest run that may begin with a sample of each kind."""
         rules = self.rules
         if self._table is not None and budget == rules.budget_bytes:
-            return self.sizes[row].data, self._table.data
-        values, which = self._kinds_of(row)
-        return which.data, rules.rounded(rules.capacity(values, budget)).data
+            which, most = self.sizes[row], self._table
+        else:
+            values, which = self._kinds_of(row)
+            most = rules.rounded(rules.capacity(values, budget))
+        if self.summed is None:
+            return which.data, most.data
+        # Runs that keep a sum depend on each sample of them, so that each is a kind.
+        return range(self.length), rules.rounded(np.minimum(most[which], self.summed[row])).data
 
     def _kinds_of(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         """The distinct sizes of a window, and each sample's number among them."""
@@ -275,8 +283,7 @@ class TiledWindows(Windows):
         axes = range(sizes.shape[2])
         smallest = np.array([self.sizes[..., axis].min() for axis in axes])
         self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self.length)
-        middle = self.sizes[:, self.length // 2]
-        self._usual = float(rules.capacity(middle, rules.budget_bytes).mean())
+        self._usual = float(rules.alike(self.sizes[:, self.length // 2]).mean())
         levels = self._longest.bit_length()
         # Narrow numbers are a quarter of the memory that passes through the caches.
         narrow = np.uint16 if self.sizes.max() < 2**16 else np.int64
@@ -297,7 +304,7 @@ class TiledWindows(Windows):
         left = self.length - np.arange(self.length)
         at = row * self.length + np.arange(self.length)
         low = np.ones_like(left)
-        high = tried = np.minimum(left, self._longest)
+        high = tried = np.minimum(left, self._most(at))
         runs = np.empty_like(left)
         while at.size:
             low, high = self._bounds(at, tried, low, high, budget)
@@ -318,7 +325,7 @@ class TiledWindows(Windows):
         start = np.zeros_like(first)
         found = np.ones_like(first, np.bool_)
         low = tried = run = np.ones_like(first)
-        high = np.full_like(first, self._longest)
+        high = self._most(first)
         starts = [start]
         while True:
             at = first + np.minimum(start, length - 1)
@@ -333,9 +340,15 @@ class TiledWindows(Windows):
                 if not left.any():
                     return np.array(starts)
                 low = np.where(found, 1, low)
-                high = np.where(found, np.minimum(np.maximum(left, 1), self._longest), high)
+                most = self._most(first + np.minimum(start, length - 1))
+                high = np.where(found, np.minimum(np.maximum(left, 1), most), high)
             tried = np.where(guessed, high, (low + high + 1) // 2)
             tried = np.where(found, np.minimum(run, high), tried)
+
+    def _most(self, at: IntArray) -> IntArray:
+        """Bounds on the longest runs from `at` on, by the smallest sample and the summed limits."""
+        most = np.full_like(at, self._longest)
+        return most if self.summed is None else np.minimum(most, self.summed.reshape(-1)[at])
 
     def _bounds(
         self, at: IntArray, tried: IntArray, low: IntArray, high: IntArray, budget: IntArray | int

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, Windows
-from torchbudget.plan.rules import BatchRules
 
 # Precision of a lowered budget, as a part of the budget.
 _PRECISION: Final = 2**11
@@ -280,7 +278,7 @@ def level(
             break
         starts = np.array(windows.starts(row, tried)[: head + 1])
         if len(starts) > head and windows.length - starts[head] >= ranks:
-            better = _Level(windows.sizes[row], starts, windows.rules, ranks).lowest(most)
+            better = _Level(windows, row, starts, ranks).lowest(most)
             if better is not None:
                 most, *found = better
     return None if found is None else (found[0], found[1])
@@ -290,16 +288,16 @@ class _Level:
     """A head of micro-batches that are dealt, and a tail that fills the ranks up.
 
     Args:
-        sizes: sizes of the window's samples, descending, shape `(S,)`.
+        windows: windows that were cut.
+        row: number of the window.
         starts: starts of the head's micro-batches, and of the tail.
-        rules: budget and options of a micro-batch.
         ranks: number of ranks.
     """
 
-    def __init__(
-        self, sizes: npt.NDArray[Any], starts: IntArray, rules: BatchRules, ranks: int
-    ) -> None:
+    def __init__(self, windows: SortedWindows, row: int, starts: IntArray, ranks: int) -> None:
+        sizes, rules = windows.sizes[row], windows.rules
         self._sizes, self._starts, self._rules, self._ranks = sizes, starts, rules, ranks
+        self._summed = None if windows.summed is None else windows.summed[row, starts[-1] :]
         self._model = rules.work
         head = starts[:-1]
         work = rules.costs(self._model, np.diff(starts), rules.padded(sizes[head]))
@@ -350,7 +348,10 @@ class _Level:
             for rank, runs in enumerate(longest, first):
                 at = bounds[-1]
                 left = length - at - (self._ranks - 1 - rank)  # each later rank gets a sample, too
-                bounds.append(at + min(int(runs[self._which[at] - 1]), left))
+                run = runs[self._which[at] - 1]
+                if self._summed is not None:
+                    run = self._rules.rounded(np.minimum(run, self._summed[at]))
+                bounds.append(at + min(int(run), left))
         return bounds if bounds[-1] == length else None
 
 

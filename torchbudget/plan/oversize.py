@@ -9,11 +9,11 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
-from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.units import MAX_BYTES
 
 Oversize: TypeAlias = Literal["raise", "skip", "alone"]
 
@@ -82,18 +82,18 @@ def oversized(
     if not over.size:
         return over
     worst = sizes[over[0]]
-    name, model, limit = rules.limits[int(rules.exceeded_alone(worst))]
-    what = "the budget" if name == "cost" else name
+    limit = rules.limits[int(rules.exceeded_alone(worst))]
+    what = "the budget" if limit.name == "cost" else limit.name
     message = (
         f"{over.size:,} of {len(sizes):,} samples are over {what} alone, the first at "
-        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(model, rules.padded(worst))} of "
-        f"{format_bytes(limit)}"
+        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(limit, rules.padded(worst))} of "
+        f"{limit.text(limit.amount)}"
     )
-    model_bytes = rules.model_bytes(worst)
+    model_bytes, budget = rules.model_bytes(worst), rules.limits[0]
     if rules.budget_bytes < model_bytes < MAX_BYTES:
         raise OversizeError(
-            f"the model alone needs {format_bytes(model_bytes)} of "
-            f"{format_bytes(rules.budget_bytes)}, before any sample is added (parameters, "
+            f"the model alone needs {budget.text(model_bytes)} of "
+            f"{budget.text(rules.budget_bytes)}, before any sample is added (parameters, "
             "gradients, optimizer state): raise the budget, or shard, offload or shrink the model"
         )
     if oversize == "raise":
@@ -104,11 +104,11 @@ def oversized(
     return over
 
 
-def _needs(model: CostModel, padded: IntArray) -> str:
+def _needs(limit: Limit, padded: IntArray) -> str:
     try:
-        alone = int(model.batch_bytes(1, padded))
+        alone = int(np.max(limit.cost.batch_bytes(1, padded)))
     except CostError as error:
         return f"has a cost that cannot be computed ({error})"
     if alone == MAX_BYTES:
         return "is beyond what was measured for the cost, under a budget"
-    return f"needs {format_bytes(alone)}"
+    return f"needs {limit.text(alone)}"

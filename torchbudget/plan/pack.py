@@ -1,9 +1,14 @@
-"""Packing a window whose samples need no padding: best fit decreasing, over kinds of samples."""
+"""Packing of windows whose samples need no padding.
+
+One limit: best fit decreasing, over kinds of samples. Several limits: the largest sample first,
+each into the emptiest bin that has room for it by every limit.
+"""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +16,10 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import AdditiveCost, IntArray
 from torchbudget.plan.cut import Windows, arrange, ascending
 from torchbudget.plan.rules import BatchRules
+
+# Amounts of several limits are digits of one integer, each below a bit that no amount reaches.
+_DIGIT: Final = 64
+_ABOVE: Final = 1 << (_DIGIT - 1)
 
 
 class PackedWindow(Windows):
@@ -35,27 +44,129 @@ class PackedWindow(Windows):
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
-        room, most = self._packing.room_bytes(int(budgets[0])), self.rules.max_batch_size
-        grouped, starts = pack(self._items, self._counts, room, most)
+        room = self._packing.room_bytes(int(budgets[0]))
+        if len(self.rules.summed) == 1 and self.rules.most is None:
+            grouped, starts = pack(self._items, self._counts, room)
+        else:
+            parts, rooms = self._parts(room)
+            grouped, starts = _grouped(spread(parts, rooms, fewest_bins(parts, rooms)))
         self.samples = self._sorted[0].take(grouped, mode="clip")
         self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
         return [starts]
+
+    def _parts(self, room: int) -> tuple[IntArray, list[int]]:
+        """Parts of each sample, sorted, of the rooms of a bin, shape `(rooms, S)`; and the rooms.
+
+        Args:
+            room: bytes for the sum of the samples of a micro-batch.
+        """
+        padded, most = self.rules.padded(self._sorted[1][0]), self.rules.most
+        rooms = [room, *(room for _, room in self.rules.summed[1:])]
+        rooms = [max(room, 0) for room in rooms]
+        parts = np.array([cost.item_bytes(padded) for cost, _ in self.rules.summed])
+        over: npt.NDArray[np.bool_] = np.any(parts > np.array(rooms)[:, None], axis=0)
+        if most is not None or over.any():  # a sample over a limit takes a bin of its own
+            rooms.append(len(over) if most is None else most)
+            parts = np.vstack([parts, np.where(over, rooms[-1], 1)])
+        return np.minimum(parts, np.array(rooms)[:, None]), rooms
 
     def least(self, micro_batches: IntArray) -> IntArray:
         """See `Windows.least`: bytes of bins that are all full."""
         return self._packing.base_bytes + -(-int(self._items @ self._counts) // micro_batches)
 
 
-def pack(
-    sizes: IntArray, counts: IntArray, room: int, most: int | None = None
-) -> tuple[IntArray, IntArray]:
-    """Put every item into a bin.
+def fewest_bins(parts: IntArray, rooms: list[int]) -> int:
+    """The number of bins below which the sums of the parts exceed the rooms, at least 1."""
+    rows = zip(parts.tolist(), rooms, strict=True)  # sums of Python's integers do not wrap
+    return max(1, *(int(-(-sum(row) // max(room, 1))) for row, room in rows))
+
+
+def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None = None) -> IntArray:
+    """Put items into bins, the heaviest first, each into the lightest bin that has room for it.
+
+    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969), with
+    limits. Bins are opened by the heaviest items; another one is opened where an item fits nowhere.
+
+    Args:
+        parts: each item's part of each room, at most the room, shape `(rooms, items)`.
+        rooms: amounts that no bin exceeds.
+        bins: number of bins to begin with.
+        work: weight of each item, shape `(items,)`; `None`: the sum of its shares of the rooms.
+
+    Returns:
+        The bin of each item, shape `(items,)`; none is empty where there are as many items as bins.
+        In Python O(items · log bins), and O(bins) for an item that only a nearly full bin can take.
+    """
+    shares = parts / np.maximum(rooms, 1)[:, None]
+    weights = shares.sum(axis=0) if work is None else work
+    order = np.argsort(-weights, kind="stable")
+    # What is left of all rooms of a bin is compared by one subtraction: a digit that would fall
+    # below 0 loses the bit above it.
+    items = _joined(parts[:, order].tolist())
+    least = _joined(np.minimum.accumulate(parts[:, order[::-1]], axis=1)[:, ::-1].tolist())
+    (enough,) = _joined([[_ABOVE]] * len(rooms))
+    (whole,) = _joined([[_ABOVE + room] for room in rooms])
+    weights, largest = weights[order].tolist(), shares.max(axis=0)[order].tolist()
+    opened = min(bins, len(items))
+    left = [whole - item for item in items[:opened]]
+    bin_of = list(range(opened))
+    ready = [(weight, number) for number, weight in enumerate(weights[:opened])]
+    heapq.heapify(ready)
+    # Bins that had no room for an item, by their share that is left, until a small one comes.
+    parked: list[tuple[float, Any, int]] = []
+
+    def free(number: int) -> float:
+        digits = (left[number] >> _DIGIT * k & _ABOVE - 1 for k in range(len(rooms)))
+        return min(d / max(room, 1) for d, room in zip(digits, reversed(rooms), strict=True))
+
+    for item, weight, share, smallest in zip(
+        items[opened:], weights[opened:], largest[opened:], least[opened:], strict=True
+    ):
+        while parked and -parked[0][0] >= share:
+            heapq.heappush(ready, heapq.heappop(parked)[1:])
+        while ready and (left[ready[0][1]] - item) & enough != enough:
+            level, number = heapq.heappop(ready)
+            if (left[number] - smallest) & enough == enough:  # else no later item fits either
+                heapq.heappush(parked, (-free(number), level, number))
+        if not ready:
+            fitting = [one[1:] for one in parked if (left[one[2]] - item) & enough == enough]
+            level, number = min(fitting, default=(0, len(left)))
+            if fitting:
+                parked = [one for one in parked if one[2] != number]
+                heapq.heapify(parked)
+            else:
+                left.append(whole)
+            ready.append((level, number))
+        level, number = ready[0]
+        left[number] -= item
+        bin_of.append(number)
+        heapq.heapreplace(ready, (level + weight, number))
+    found = np.empty(len(items), np.int64)
+    found[order] = bin_of
+    return found
+
+
+def _joined(digits: list[list[int]]) -> list[int]:
+    """Numbers with these digits, a row for each digit, the highest first."""
+    numbers = digits[0]
+    for row in digits[1:]:
+        numbers = [high << _DIGIT | low for high, low in zip(numbers, row, strict=True)]
+    return numbers
+
+
+def _grouped(bins: IntArray) -> tuple[IntArray, IntArray]:
+    """The items' numbers grouped by bin, and where each bin starts among them."""
+    order = ascending(bins[None])[0]
+    return order, np.flatnonzero(np.diff(bins[order], prepend=-1))
+
+
+def pack(sizes: IntArray, counts: IntArray, room: int) -> tuple[IntArray, IntArray]:
+    """Put every item into a bin: best fit decreasing.
 
     Args:
         sizes: bytes of an item of each kind in descending order, shape `(D,)`, D ≥ 1.
         counts: number of items of each kind, at least one, shape `(D,)`; their sum is k.
         room: bytes of a bin. A larger item gets a bin of its own.
-        most: largest number of items in a bin; a bin with more is cut into pieces.
 
     Returns:
         The items' numbers, kind after kind, grouped by bin, shape `(k,)`, and where each bin
@@ -69,14 +180,7 @@ def pack(
     before = np.cumsum(taken) - taken
     grouped = np.repeat(items - before, taken)
     grouped += np.arange(len(grouped))
-    starts = before[np.append(True, bins[1:] != bins[:-1])]
-    if most is not None:
-        taken = np.diff(starts, append=len(grouped))
-        pieces = -(-taken // most)
-        before = np.cumsum(pieces) - pieces
-        nth = np.arange(pieces.sum()) - np.repeat(before, pieces)
-        starts = np.repeat(starts, pieces) + most * nth
-    return grouped, starts
+    return grouped, before[np.append(True, bins[1:] != bins[:-1])]
 
 
 def _shares(sizes: list[int], counts: list[int], room: int) -> tuple[IntArray, IntArray]:

@@ -262,7 +262,7 @@ class Plan:
         # Sizes of up to about 4,096 samples, evenly spaced over the data set.
         survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
         if window is None:
-            each = float((1 / rules.capacity(survey, rules.budget_bytes)).mean())
+            each = float((1 / rules.alike(survey)).mean())
             # Epochs that are not shuffled are alike anyway: there, no window is too wide.
             positions = len(order) if order.shuffle else 4 * len(order)
             window = default_window(number, positions=positions, micro_batches=each)
@@ -277,7 +277,7 @@ class Plan:
             )
         # A window can be impossible to deal evenly only where no two samples fit together, and
         # never if it has a multiple of the ranks' number.
-        pairs = bool(rules.capacity(sizes.largest, rules.budget_bytes) >= 2)
+        pairs = bool(rules.alike(sizes.largest) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
         self._last_is_even = number == 1 or pairs
         self._all_are_even = self._last_is_even or self.window % number == 0
@@ -317,14 +317,13 @@ class Plan:
         rules, largest = self.rules, self.sizes.largest
         balance = rules.balance
         limits = [
-            fingerprint(cost_fingerprint(model, largest), str(amount))
-            for model, amount in rules.further_limits
+            fingerprint(cost_fingerprint(limit.cost, largest), str(limit.amount))
+            for limit in rules.limits[1:]
         ]
         return {
             "cost": cost_fingerprint(rules.cost, largest),
             "budget_bytes": rules.budget_bytes,
             "size_multiple": rules.size_multiple,
-            "max_batch_size": rules.max_batch_size,
             "batch_size_multiple": rules.batch_size_multiple,
             "window": self.window,
             "step_per_window": self.ranks.even_sums,

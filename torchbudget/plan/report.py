@@ -23,6 +23,23 @@ _FEW: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitUse:
+    """The use that the micro-batches of an epoch make of one limit.
+
+    Attributes:
+        name: `"cost"` for the budget, `"max_batch_size"`, or the place in `limits`.
+        amount: the limit, with its unit, for people.
+        fill: mean amount that a micro-batch uses / the limit.
+        ended: share of the micro-batches that this limit ended: it is the fullest one there.
+    """
+
+    name: str
+    amount: str
+    fill: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """A planned epoch, to be printed or read.
 
@@ -30,6 +47,7 @@ class PlanReport:
         batches: micro-batches of all ranks together.
         samples: samples in these micro-batches.
         fill: mean predicted bytes of a micro-batch / budget.
+        limits: the use of each limit, the budget first.
         padding: share of the batches' elements that are padding, over all axes.
         axis_padding: the same share for each ragged axis.
         smallest: smallest number of samples in a micro-batch.
@@ -48,6 +66,7 @@ class PlanReport:
     batches: int
     samples: int
     fill: float
+    limits: tuple[LimitUse, ...]
     padding: float
     axis_padding: tuple[float, ...]
     smallest: int
@@ -70,12 +89,20 @@ class PlanReport:
             ("micro-batches", f"{self.batches:,} on {self.ranks} rank(s)"),
             ("samples", f"{self.samples:,}, {self.smallest:,} to {self.largest:,} in a batch"),
             ("optimizer steps", f"{self.steps:,} in {self.windows:,} windows"),
-            ("fill of the budget", f"{self.fill:.1%}"),
+            *(self._row(limit) for limit in self.limits),
             ("padding of elements", f"{self.padding:.1%}{by_axis}"),
             ("batches over budget", f"{self.over_budget:,}"),
             ("imbalance of ranks", f"{self.imbalance:.4f}"),
             ("samples left out", f"{self.dropped:,} dropped, {self.skipped:,} skipped"),
         ]
+
+    def _row(self, limit: LimitUse) -> tuple[str, str]:
+        if limit.name == "cost":
+            name, fill = "fill of the budget", f"{limit.fill:.1%}"
+        else:
+            name, fill = f"fill of {limit.name}", f"{limit.fill:.1%} of {limit.amount}"
+        ended = f", ended {limit.ended:.1%} of the batches" if len(self.limits) > 1 else ""
+        return name, fill + ended
 
     def __str__(self) -> str:
         """A table for people, followed by the advice."""
@@ -103,16 +130,20 @@ def plan_report(
     """
     batches = samples = over_budget = largest = steps = windows = 0
     smallest = np.iinfo(np.int64).max
-    total_bytes = costliest = mean = 0.0
+    costliest = mean = 0.0
+    used, ended = np.zeros(len(rules.limits)), np.zeros(len(rules.limits))
+    amounts = np.array([max(limit.amount, 1) for limit in rules.limits], np.float64)
     real, padded = np.zeros(sizes.axes), np.zeros(sizes.axes)
     for block in blocks:
         taken = block.stops - block.starts
         batches += len(taken)
         samples += int(taken.sum())
         smallest, largest = min(smallest, int(taken.min())), max(largest, int(taken.max()))
-        costs = block.costs(rules, rules.cost)
-        total_bytes += float(costs.sum(dtype=np.float64))
-        over_budget += int(np.count_nonzero(costs > rules.budget_bytes))
+        uses = np.array([block.used(rules, limit) for limit in rules.limits])
+        over_budget += int(np.count_nonzero(uses[0] > rules.budget_bytes))
+        used += uses.sum(axis=1, dtype=np.float64)
+        fullest = (uses / amounts[:, None]).argmax(axis=0)
+        ended += np.bincount(fullest, minlength=len(amounts))
         own = block.sizes.reshape(len(block.sizes), -1)
         real += own.sum(axis=0, dtype=np.float64)
         if rules.packing is None:
@@ -128,7 +159,13 @@ def plan_report(
         windows += len(block.rounds)
         costliest += float(work.max(axis=1).sum())
         mean += float(work.mean(axis=1).sum())
-    fill = total_bytes / (batches * rules.budget_bytes) if batches else 0.0
+    fills = (used / (max(batches, 1) * amounts)).tolist()
+    shares = (ended / max(batches, 1)).tolist()
+    limits = [
+        LimitUse(name=limit.name, amount=limit.text(limit.amount), fill=fill, ended=share)
+        for limit, fill, share in zip(rules.limits, fills, shares, strict=True)
+    ]
+    fill = fills[0]
     advice = []
     if batches and fill < _FULL:
         rounds = batches / (windows * ranks.number)
@@ -149,6 +186,7 @@ def plan_report(
         batches=batches,
         samples=samples,
         fill=fill,
+        limits=tuple(limits),
         padding=_padding(real.sum(), padded.sum()),
         axis_padding=tuple(map(_padding, real.tolist(), padded.tolist())),
         smallest=smallest if batches else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -11,17 +12,53 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, optional
+from torchbudget.cost.padded import PackedCost, PaddedCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.units import MAX_BYTES, Amount, parse_bytes
+from torchbudget.units import MAX_BYTES, Amount, format_amount, parse_bytes
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
 
 
+@dataclass(frozen=True, eq=False)  # without slots, for the cached property
+class Limit:
+    """An amount of a cost that no micro-batch exceeds.
+
+    Attributes:
+        name: the argument that states it, for messages.
+        cost: of a micro-batch.
+        amount: in the cost's unit.
+    """
+
+    name: str
+    cost: CostModel
+    amount: int
+
+    @cached_property
+    def most(self) -> int | None:
+        """Samples in a micro-batch at the most, where the cost only counts them; else `None`."""
+        if isinstance(self.cost, (PaddedCost, PackedCost)) and self.cost.counts:
+            zero = np.zeros(self.cost.axes if self.cost.axes > 1 else (), np.int64)
+            return int(self.cost.capacity(zero, self.amount))
+        return None
+
+    @property
+    def summed(self) -> AdditiveCost | None:
+        """The cost, where it is a sum over the samples of a micro-batch."""
+        return self.cost if self.most is None and isinstance(self.cost, AdditiveCost) else None
+
+    def text(self, amount: int) -> str:
+        """An amount of the cost, for people."""
+        return format_amount(amount, getattr(self.cost, "unit", "bytes"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRules:
     """The budget of a micro-batch, and the options that shape it.
+
+    Limits are of three kinds: padded ones bound a batch by its number of samples and its longest
+    one, summed ones by the sum over its samples, counted ones by the number of its samples alone.
 
     Attributes:
         cost: bytes of a micro-batch.
@@ -33,6 +70,11 @@ class BatchRules:
         balance: what ranks are to have equal sums of, such as time; `None`: the cost.
         further_limits: costs beside the first one, each with the amount that no micro-batch may
             exceed of it.
+        limits: everything that no micro-batch may exceed: the budget, `max_batch_size` and the
+            further limits.
+        most: samples in a micro-batch at the most, by all counted limits; `None`: as many as fit.
+        summed: costs of the summed limits, each with the room for the sum over a micro-batch's
+            samples; the budget of packed batches is the first of them.
 
     Raises:
         OptionError: one is none of its kind, or a pair of them cannot hold.
@@ -45,6 +87,9 @@ class BatchRules:
     batch_size_multiple: int = 1
     balance: CostModel | None = None
     further_limits: tuple[tuple[CostModel, int], ...] = ()
+    limits: tuple[Limit, ...] = field(init=False)
+    most: int | None = field(init=False)
+    summed: tuple[tuple[AdditiveCost, int], ...] = field(init=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
     _fitting: list[int] = field(default_factory=lambda: [-1], init=False, repr=False)
 
@@ -55,12 +100,29 @@ class BatchRules:
         for name in ("size_multiple", "batch_size_multiple"):
             object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
+        limits = [Limit("cost", self.cost, self.budget_bytes)]
+        if self.max_batch_size is not None:
+            count = PackedCost(sample_bytes=1, unit="samples")
+            limits.append(Limit("max_batch_size", count, self.max_batch_size))
+        for number, (model, amount) in enumerate(self.further_limits):
+            limits.append(Limit(f"limits[{number}]", model, amount))
+        object.__setattr__(self, "limits", tuple(limits))
+        counted = [limit.most for limit in limits[1:] if limit.most is not None]
+        object.__setattr__(self, "most", max(min(counted), 1) if counted else None)
+        costs = [(self.packing, self.budget_bytes)]
+        costs += [(limit.summed, limit.amount) for limit in limits[1:]]
+        summed = [(cost, cost.room_bytes(amount)) for cost, amount in costs if cost is not None]
+        object.__setattr__(self, "summed", tuple(summed))
         if self.packing is not None and self.balance is not None:
             raise OptionError("packed batches are balanced by their cost; leave balance as it is")
-        if self.packing is not None and self.further_limits:
-            raise OptionError(
-                "packed batches have one limit, the budget: lower it, and leave limits out"
-            )
+        if self.packing is not None:
+            for limit in limits[1:]:
+                if limit.most is None and limit.summed is None:
+                    raise OptionError(
+                        f"{limit.name} is a {type(limit.cost).__name__}, which bounds the padded "
+                        "size of a batch, and packed batches have none: state a PackedCost, which "
+                        "sums over their samples"
+                    )
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
                 f"max_batch_size={self.max_batch_size} is below "
@@ -71,13 +133,6 @@ class BatchRules:
                 "batch_size_multiple has no meaning for packed batches, which have no batch axis; "
                 f"leave it at 1, got {self.batch_size_multiple}"
             )
-
-    @property
-    def limits(self) -> list[tuple[str, CostModel, int]]:
-        """Name, cost model and amount of everything that no micro-batch may exceed."""
-        further = enumerate(self.further_limits)
-        named = [(f"limits[{number}]", model, amount) for number, (model, amount) in further]
-        return [("cost", self.cost, self.budget_bytes), *named]
 
     @classmethod
     def of(
@@ -139,6 +194,9 @@ class BatchRules:
     def capacity(self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike) -> IntArray:
         """The largest number of samples, if the largest of them has the size; at least 1.
 
+        Summed limits beside a padded budget are not counted, as samples may be smaller than the
+        largest one: see `alike`.
+
         A sample over the budget was dealt with before planning. Under a budget that is lowered to
         even out the ranks it stands alone. So the number is never 0.
 
@@ -148,14 +206,52 @@ class BatchRules:
         """
         padded = self.padded(sizes)
         n = np.maximum(self.cost.capacity(padded, budget_bytes), 1)
-        for model, amount in self.further_limits:
-            n = np.minimum(n, np.maximum(model.capacity(padded, amount), 1))
-        return n if self.max_batch_size is None else np.minimum(n, self.max_batch_size)
+        for limit in self.limits[1:]:
+            if limit.most is None and limit.summed is None:
+                n = np.minimum(n, np.maximum(limit.cost.capacity(padded, limit.amount), 1))
+        return n if self.most is None else np.minimum(n, self.most)
+
+    def alike(self, sizes: npt.NDArray[Any]) -> IntArray:
+        """The number of samples of one size each that fit together, at least 1; shape `(…)`."""
+        n, padded = self.capacity(sizes, self.budget_bytes), self.padded(sizes)
+        for limit in self.limits[1:]:
+            if limit.summed is not None:
+                n = np.minimum(n, np.maximum(limit.cost.capacity(padded, limit.amount), 1))
+        return n
+
+    def longest_summed(self, sizes: npt.NDArray[Any]) -> IntArray | None:
+        """The longest runs that keep all summed limits, at least 1; `None` without such limits.
+
+        A run that ends with the window might be longer, if there were more samples: `MAX_BYTES`.
+
+        Args:
+            sizes: of the samples of windows, in the order of the cut; `(windows, S)` or with `d`.
+
+        Returns:
+            Samples of the longest run from each sample on, shape `(windows, S)`.
+        """
+        if not self.summed:
+            return None
+        windows, length = sizes.shape[:2]
+        longest = np.full((windows, length), MAX_BYTES)
+        for cost, room in self.summed:
+            items = np.minimum(cost.item_bytes(self.padded(sizes)), max(room, 0) + 1)
+            for row, before in enumerate(np.cumsum(items, axis=1)):
+                from_zero = np.append(0, before)
+                stops = np.searchsorted(from_zero, from_zero[:-1] + room, side="right") - 1
+                runs = np.where(stops < length, stops - np.arange(length), MAX_BYTES)
+                np.minimum(longest[row], np.maximum(runs, 1), out=longest[row])
+        return longest
 
     def exceeded_alone(self, sizes: npt.NDArray[Any]) -> IntArray:
         """The first of `limits` that a sample alone exceeds, −1: none; shape `(…)`."""
         padded = self.padded(sizes)
-        fits = [model.capacity(padded, limit) >= 1 for _, model, limit in self.limits]
+        fits = [self.cost.capacity(padded, self.budget_bytes) >= 1]
+        for limit in self.limits[1:]:
+            if limit.most is None:
+                fits.append(limit.cost.capacity(padded, limit.amount) >= 1)
+            else:
+                fits.append(np.full_like(fits[0], limit.most >= 1))
         return np.where(np.all(fits, axis=0), -1, np.argmin(fits, axis=0))
 
     def fits_alone(self, size: int) -> bool:

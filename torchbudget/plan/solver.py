@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
     Ranks,
@@ -28,7 +28,7 @@ from torchbudget.plan.dealing import (
 )
 from torchbudget.plan.pack import PackedWindow
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
-from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.rules import BatchRules, Limit
 
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
@@ -90,6 +90,16 @@ class Block:
         """The cost of each micro-batch by `rules.cost` or `rules.work`; see `run_costs`."""
         return run_costs(self.sizes, self.starts, self.stops, rules, model)
 
+    def used(self, rules: BatchRules, limit: Limit) -> IntArray:
+        """The amount of a limit that each micro-batch uses, shape `(micro-batches,)`."""
+        if limit.name == "cost":
+            return self.costs(rules, rules.cost)
+        if limit.most is not None:
+            return self.stops - self.starts
+        if limit.summed is not None:
+            return summed_costs(rules.padded(self.sizes), self.starts, limit.summed)
+        return rules.costs(limit.cost, self.stops - self.starts, rules.padded(self.padded()))
+
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
         return over_runs(np.maximum, self.sizes, self.starts)
@@ -128,13 +138,17 @@ def run_costs(
     Shape `(runs,)`.
     """
     if rules.packing is not None:  # which is both
-        padded = rules.padded(sizes)
-        items = over_runs(np.add, rules.packing.item_bytes(padded), starts)
-        beside = rules.packing.padding_bytes(over_runs(np.add, padded, starts))
-        costs: IntArray = rules.packing.base_bytes + items + beside
-        return costs
+        return summed_costs(rules.padded(sizes), starts, rules.packing)
     padded = rules.padded(over_runs(np.maximum, sizes, starts))
     return rules.costs(model, stops - starts, padded)
+
+
+def summed_costs(padded: npt.NDArray[Any], starts: IntArray, model: AdditiveCost) -> IntArray:
+    """The summed cost of runs of samples that tile `padded`, sizes after rounding; `(runs,)`."""
+    items = over_runs(np.add, model.item_bytes(padded), starts)
+    beside = model.padding_bytes(over_runs(np.add, padded, starts))
+    costs: IntArray = model.base_bytes + items + beside
+    return costs
 
 
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
@@ -358,7 +372,7 @@ def without_last(
     if room[last] > 0:
         stays[windows.samples[starts[last] : stops[last]]] = False
     largest = sizes.max(axis=0)
-    if ranks.number > 1 and rules.capacity(largest, rules.budget_bytes) < 2:
+    if ranks.number > 1 and rules.alike(largest) < 2:
         still = windows.samples[stays[windows.samples]]
         stays[still[len(still) - len(still) % ranks.number :]] = False
     return stays
@@ -373,9 +387,19 @@ def _room(
         room = np.zeros_like(starts)
         fits = rules.capacity(sizes[starts[-1] :].max(axis=0), rules.budget_bytes)
         room[-1] = rules.rounded(fits) - (stops[-1] - starts[-1])
+    else:
+        items = rules.packing.item_bytes(rules.padded(sizes))
+        room = rules.packing.room_bytes(rules.budget_bytes) - over_runs(np.add, items, starts)
+    if rules.most is not None:
+        room[stops - starts >= rules.most] = 0
+    if not rules.summed:
         return room
-    items = rules.packing.item_bytes(rules.padded(sizes))
-    free = rules.packing.room_bytes(rules.budget_bytes) - over_runs(np.add, items, starts)
-    if rules.max_batch_size is not None:
-        free = np.where(stops - starts < rules.max_batch_size, free, 0)
-    return np.where(free >= int(items.min()), free, 0)
+    padded = rules.padded(sizes)
+    items = np.array([cost.item_bytes(padded) for cost, _ in rules.summed])
+    sums = np.array([over_runs(np.add, row, starts) for row in items])
+    free = np.array([limit for _, limit in rules.summed])[:, None] - sums
+    fits = (free >= items.min(axis=1, keepdims=True)).all(axis=0)
+    if len(items) > 1:  # the smallest of every sum need not be one sample
+        for run in np.flatnonzero(fits):
+            fits[run] = (items <= free[:, run, None]).all(axis=0).any()
+    return np.where(fits, room, 0)

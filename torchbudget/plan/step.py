@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +20,7 @@ from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import solve
+from torchbudget.units import Amount
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +57,7 @@ def plan_step(
     max_batch_size: int | None = None,
     batch_size_multiple: int = 1,
     size_multiple: int = 1,
+    limits: Sequence[tuple[CostModel, Amount]] = (),
     balance: CostModel | None = None,
     oversize: Oversize = "raise",
 ) -> StepPlan:
@@ -76,6 +78,7 @@ def plan_step(
         batch_size_multiple: numbers of samples are multiples of it wherever that many fit and are
             left, and no splitting is needed.
         size_multiple: padded sizes are rounded up to a multiple of it.
+        limits: further caps, as in `MemoryBudgetBatchSampler`.
         balance: cost model whose sums are made equal over ranks. Default: the cost.
         oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
             or gets a micro-batch of its own (`"alone"`).
@@ -105,6 +108,7 @@ def plan_step(
     rules = BatchRules.of(
         cost,
         budget,
+        limits=limits,
         size_multiple=size_multiple,
         max_batch_size=max_batch_size,
         batch_size_multiple=batch_size_multiple,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, two_fit
 from tests.support.resuming import in_parts
-from tests.support.strategies import problems
+from tests.support.strategies import limits, problems
 from tests.support.streams import (
     TOKENS,
     Numbered,
@@ -55,6 +55,7 @@ def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any
         "num_replicas": ranks,
         "rank": 0,
         "collate_fn": list,
+        "limits": draw(limits(sizes.max(axis=0), packed=hasattr(cost, "base_bytes"))),
     }
     if draw(st.booleans()):
         options["look_ahead"] = draw(st.integers(20_000, 60_000))
@@ -83,7 +84,7 @@ def reasons_of(made: Any) -> dict[str, bool]:
     """
     sizes, options, source = made
     ranks = options["num_replicas"]
-    even = two_fit(sizes, options["cost"], options["budget"], {}) and len(sizes) >= ranks
+    even = two_fit(sizes, options["cost"], options["budget"], options) and len(sizes) >= ranks
     even &= not isinstance(source, list) and "look_ahead" not in options
     return {f"{ranks} ranks": ranks > 1 and not even}
 
@@ -95,7 +96,6 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
     Where samples cannot be dealt evenly all ranks say so.
     """
     sizes, options, source = made
-    cost = options["cost"]
     make = partial(BudgetedIterableDataset, source, **options)
     batches = [
         REFUSALS.accepted(lambda mine=mine: [list(process) for process in mine], reasons_of(made))
@@ -108,7 +108,8 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
     assert numbers(everything) == list(range(len(sizes)))
     assert len({tuple(map(len, rank or [])) for rank in batches}) == 1
     for batch in everything:
-        assert bytes_of([size for _, size in batch], cost) <= options["budget"]
+        for cost, amount in [(options["cost"], options["budget"]), *options["limits"]]:
+            assert bytes_of([size for _, size in batch], cost) <= amount
 
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.data())
@@ -289,6 +290,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "shuffle": (Spent(), {"shuffle": 1}, OptionError, "bool"),
     "threads": (Spent(), {"threads": -1}, OptionError, "threads"),
     "predicate": (Spent(), {"cost": never, "max_batch_size": 3}, OptionError, "alone decides"),
+    "a predicate's limits": (
+        Spent(),
+        {"cost": never, "limits": [(TOKENS, 9)]},
+        OptionError,
+        "alone decides",
+    ),
+    "limits": (Spent(), {"limits": [TOKENS]}, OptionError, "pairs of a cost model and an amount"),
     "a predicate's budget": (Spent(), {"cost": never}, OptionError, "give None as the budget"),
     "a predicate's oversize": (
         Spent(),

@@ -38,7 +38,7 @@ from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import ResumableSource
-from torchbudget.units import parse_bytes
+from torchbudget.units import Amount, parse_bytes
 
 # Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
@@ -112,6 +112,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         max_batch_size: as in `MemoryBudgetBatchSampler`.
         batch_size_multiple: likewise.
         size_multiple: likewise.
+        limits: likewise.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted in `skipped_samples`, logged) or `"alone"`.
         on_error: what becomes of an item whose transform or size raises: `"raise"` an error that
@@ -170,6 +171,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         max_batch_size: int | None = None,
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
+        limits: Sequence[tuple[CostModel, Amount]] = (),
         oversize: Oversize = "raise",
         on_error: str = "raise",
         split: Split | None = None,
@@ -189,8 +191,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
             "size_multiple": self.size_multiple,
         }
-        grouping = _grouping_of(cost, self.budget, oversize, rules)
+        grouping = _grouping_of(cost, self.budget, oversize, {"limits": tuple(limits), **rules})
         rules |= {
+            "limits": None,
             "budget": getattr(self.budget, "device", None),
             "cost": "a predicate",  # its cuts are compared
             "oversize": oversize,
@@ -198,8 +201,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             "drop_last": drop_last,
             "on_error": on_error,
         }
-        if isinstance(cost, CostModel):
-            rules["cost"] = fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))
+        if isinstance(grouping, ByCost):
+            first, *further = grouping.rules.limits
+            rules["cost"] = _digest(first.cost)
+            rules["limits"] = " ".join(f"{_digest(one.cost)} {one.amount}" for one in further)
         checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
         self._settings_now = Settings(
@@ -577,6 +582,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         vars(self).update(state, _runs=WeakSet(), _readers=WeakSet(), _process=os.getpid())
 
 
+def _digest(cost: CostModel) -> str:
+    return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))
+
+
 def _grouping_of(
     cost: CostModel | ShouldAdd,
     budget: MemoryBudget | None,
@@ -602,8 +611,8 @@ def _grouping_of(
         if budget is None:
             raise BudgetError("with a cost, the budget must limit the device, got None")
         return ByCost(BatchRules.of(cost, budget, **options), oversize)
-    shapes = options != {"max_batch_size": None, "batch_size_multiple": 1, "size_multiple": 1}
-    if shapes or oversize != "raise" or getattr(budget, "device", None) is not None:
+    none = {"limits": (), "max_batch_size": None, "batch_size_multiple": 1, "size_multiple": 1}
+    if options != none or oversize != "raise" or getattr(budget, "device", None) is not None:
         raise OptionError(
             "a predicate alone decides what a batch contains: give None as the budget, or "
             "MemoryBudget(host=…) for the look-ahead, and leave out oversize and what shapes "
