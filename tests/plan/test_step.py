@@ -115,6 +115,26 @@ def test_ranks_do_the_same_work(
     assert sums.max() / sums.mean() <= max(1, largest / sums.mean()) + bound[ranks]
 
 
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.002), (64, 1.01)])
+def test_packed_samples_are_balanced_by_their_work(ranks: int, most: float) -> None:
+    """4,096 rollouts of 512 prompts, whose work is quadratic: no rank is far above the mean.
+
+    They take the least number of micro-batches that the ranks can share, and none is over.
+    """
+    rng = np.random.default_rng(0)
+    each = rng.lognormal(7, 0.8, (512, 1)) * rng.lognormal(0, 0.5, (512, 8))
+    sizes = np.clip(each, 16, 16_384).astype(np.int64).reshape(-1)
+    cost, work = PackedCost(unit_bytes=1), PackedCost(unit_bytes=24_576, pair_bytes=1)
+    step = plan_step(sizes, cost, 32_768, num_replicas=ranks, balance=work)
+    batches = [sizes[batch].sum() for mine in step.micro_batches for batch in mine]
+    assert max(batches) <= 32_768
+    assert len(batches) == -(-sizes.sum() // (32_768 * ranks)) * ranks
+    done = [np.concatenate(mine) for mine in step.micro_batches]
+    sums = np.array([work.item_bytes(sizes[mine]).sum() for mine in done])
+    assert sums.max() / sums.mean() <= most
+    assert step.report().imbalance == pytest.approx(sums.max() / sums.mean())
+
+
 def test_a_report_of_a_step() -> None:
     """It sums up the step's own micro-batches."""
     step = plan_step([30, 10, 20, 40], TOKENS, 40, num_replicas=2)
@@ -140,6 +160,7 @@ def test_a_report_of_a_step() -> None:
         ([1], TOKENS, 9, {"micro_batches_multiple": True}, OptionError, "must be an int"),
         ([1], TOKENS, 9, {"oversize": "drop"}, OptionError, "oversize must be one of"),
         ([1], TOKENS, 9, {"balance": "time"}, OptionError, "balance must be a cost model"),
+        ([1], PackedCost(unit_bytes=1), 9, {"balance": TOKENS}, OptionError, "be a PackedCost"),
         ([1], TOKENS, 9, {"num_replicas": 4}, UnevenRanksError, "use at least 4 samples"),
     ],
     ids=str,

@@ -65,8 +65,8 @@ def cases(
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
     axes = sizes.shape[1] if sizes.ndim == 2 else 1
     options["limits"] = draw(limits(largest, packed=packed))
-    if not packed and draw(st.integers(0, 3)) == 0:
-        options["balance"] = draw(formulas(axes, packed=False))
+    if draw(st.integers(0, 3)) == 0:
+        options["balance"] = draw(formulas(axes, packed=packed))
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
     return sizes, cost, budget, ranks, options

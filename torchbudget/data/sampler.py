@@ -80,7 +80,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         oversize: the fate of a sample that alone is over the budget or a limit: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
-            measured time of a step (`balance=cost.time`). Default: the cost itself.
+            measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
+            Default: the cost itself.
         batches_per_epoch: micro-batches of an epoch on each rank. The next epoch goes on in the
             order where the last one ended, and data that ends starts over. Default: an epoch is one
             pass over the data. Not with `samples_per_step`.

@@ -47,15 +47,15 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
         models.append(Limit("balance", rules.balance, rules.budget_bytes))
     for limit in models:
         _check_shapes(limit.name, limit.cost, padded, limit.amount)
+        if isinstance(limit.cost, AdditiveCost):  # samples are added one by one
+            name, function = f"{limit.name}.item_bytes", limit.cost.item_bytes
+            _answer(name, function, padded, shape=(len(padded),))
     for limit in limits:
         if isinstance(limit.cost, MeasuredCost) and limit.cost.caution:
             warn(limit.cost.caution, MeasureWarning)
     most = _MOST if rules.most is None else rules.most
     for limit in limits:
-        if isinstance(limit.cost, AdditiveCost):  # samples are added one by one
-            name, function = f"{limit.name}.item_bytes", limit.cost.item_bytes
-            _answer(name, function, padded, shape=(len(padded),))
-        else:
+        if not isinstance(limit.cost, AdditiveCost):
             _check_capacity(limit, padded, most)
 
 

@@ -133,13 +133,6 @@ class Windows(ABC):
         """
         return starts
 
-    def least(self, micro_batches: IntArray) -> IntArray:
-        """Bytes below which no budget gives so few micro-batches; both of shape `(windows,)`.
-
-        Unknown for padded batches: 0.
-        """
-        return np.zeros_like(micro_batches)
-
 
 class SortedWindows(Windows):
     """Windows of one axis, sorted by size, descending.

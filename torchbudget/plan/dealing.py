@@ -82,7 +82,7 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
 
 
 def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: int) -> IntArray:
-    """Lower the budgets of windows as far as their numbers of micro-batches allow.
+    """Lower the budgets of padded windows as far as their numbers of micro-batches allow.
 
     Under the whole budget a window has some number of micro-batches, which the ranks round up to a
     multiple of their number. Under the lowest budget that gives no more than that multiple, the
@@ -103,11 +103,8 @@ def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: i
 
     precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
-    least_bytes = windows.least(target)
-    infeasible = np.maximum(low, least_bytes) - 1
-    # A first trial just above the bound ends the search if micro-batches are nearly full.
-    near = np.minimum(infeasible + precision, feasible)
-    middle = np.where(least_bytes > low, near, (infeasible + feasible) // 2)
+    infeasible = low - 1
+    middle = (infeasible + feasible) // 2
     # A window that is done stays as it is, so that it does not depend on the others.
     while (wide := feasible - infeasible > precision).any():
         enough = counts(middle) <= target

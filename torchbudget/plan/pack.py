@@ -1,7 +1,7 @@
 """Packing of windows whose samples need no padding.
 
-One limit: best fit decreasing, over kinds of samples. Several limits: the largest sample first,
-each into the emptiest bin that has room for it by every limit.
+One limit: best fit decreasing, over kinds of samples. Several limits, or several ranks: the
+heaviest sample first, each into the lightest bin that has room for it by every limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import AdditiveCost, IntArray
 from torchbudget.plan.cut import Windows, arrange, ascending
 from torchbudget.plan.rules import BatchRules
+from torchbudget.units import MAX_BYTES
 
 # Amounts of several limits are digits of one integer, each below a bit that no amount reaches.
 _DIGIT: Final = 64
@@ -36,33 +37,32 @@ class PackedWindow(Windows):
         keys = sizes if sizes.ndim == 2 else packing.item_bytes(rules.padded(sizes))
         super().__init__(sizes, arrange(keys, 1), rules)
         self._sorted = self.samples, self.sizes
+        self._work = rules.work if isinstance(rules.work, AdditiveCost) else packing
         kinds = keys[0].take(self.samples, mode="clip")
         first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
-        self._packing = packing
         self._items = packing.item_bytes(rules.padded(self.sizes[0, first]))
         self._counts = np.diff(first, append=len(kinds))
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
-        """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
-        room = self._packing.room_bytes(int(budgets[0]))
+        """Pack under the whole budget; `samples` and `sizes` are grouped by bin afterwards.
+
+        Budgets are lowered for padded windows only: see `deal`.
+        """
         if len(self.rules.summed) == 1 and self.rules.most is None:
-            grouped, starts = pack(self._items, self._counts, room)
-        else:
-            parts, rooms = self._parts(room)
-            grouped, starts = _grouped(spread(parts, rooms, fewest_bins(parts, rooms)))
+            return [self._group(*pack(self._items, self._counts, self.rules.summed[0][1]))]
+        parts, rooms = self._parts()
+        return [self._group(*_grouped(spread(parts, rooms, fewest_bins(parts, rooms))))]
+
+    def _group(self, grouped: IntArray, starts: IntArray) -> IntArray:
+        """Put the samples into the order of their bins; where those start, unchanged."""
         self.samples = self._sorted[0].take(grouped, mode="clip")
         self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
-        return [starts]
+        return starts
 
-    def _parts(self, room: int) -> tuple[IntArray, list[int]]:
-        """Parts of each sample, sorted, of the rooms of a bin, shape `(rooms, S)`; and the rooms.
-
-        Args:
-            room: bytes for the sum of the samples of a micro-batch.
-        """
+    def _parts(self) -> tuple[IntArray, list[int]]:
+        """Each sample's part of each room of a bin, shape `(rooms, S)`, sorted; and the rooms."""
         padded, most = self.rules.padded(self._sorted[1][0]), self.rules.most
-        rooms = [room, *(room for _, room in self.rules.summed[1:])]
-        rooms = [max(room, 0) for room in rooms]
+        rooms = [max(room, 0) for _, room in self.rules.summed]
         parts = np.array([cost.item_bytes(padded) for cost, _ in self.rules.summed])
         over: npt.NDArray[np.bool_] = np.any(parts > np.array(rooms)[:, None], axis=0)
         if most is not None or over.any():  # a sample over a limit takes a bin of its own
@@ -70,9 +70,37 @@ class PackedWindow(Windows):
             parts = np.vstack([parts, np.where(over, rooms[-1], 1)])
         return np.minimum(parts, np.array(rooms)[:, None]), rooms
 
-    def least(self, micro_batches: IntArray) -> IntArray:
-        """See `Windows.least`: bytes of bins that are all full."""
-        return self._packing.base_bytes + -(-int(self._items @ self._counts) // micro_batches)
+    def deal(self, rounds: int, ranks: int) -> IntArray | None:
+        """Give the samples to ranks of even work, then each rank's to bins of even work.
+
+        `samples` and `sizes` are grouped by bin afterwards, round by round, in a round rank by
+        rank; each rank has its heaviest bin in the first round.
+
+        Args:
+            rounds: bins of each rank, as many as packing them all makes necessary.
+            ranks: number of ranks.
+
+        Returns:
+            Starts of the bins, shape `(rounds·ranks,)`; `None` where a rank's samples need more
+            bins, or are too few to fill as many. O(samples · log(rounds · ranks)) in Python.
+        """
+        parts, rooms = self._parts()
+        work = self._work.item_bytes(self.rules.padded(self._sorted[1][0]))
+        whole = [min(room * rounds, MAX_BYTES) for room in rooms]
+        rank_of = spread(parts, whole, ranks, work)
+        by_rank, firsts = _grouped(rank_of)
+        if len(firsts) != ranks or np.diff(firsts, append=len(rank_of)).min() < rounds:
+            return None
+        bins = np.empty_like(rank_of)
+        for rank, mine in enumerate(np.split(by_rank, firsts[1:])):
+            own = spread(parts[:, mine], rooms, rounds, work[mine])
+            sums = np.bincount(own, work[mine])
+            if len(sums) != rounds:
+                return None
+            turns = np.empty_like(own, shape=rounds)
+            turns[np.argsort(-sums, kind="stable")] = np.arange(rounds)
+            bins[mine] = turns[own] * ranks + rank
+        return self._group(*_grouped(bins))
 
 
 def fewest_bins(parts: IntArray, rooms: list[int]) -> int:

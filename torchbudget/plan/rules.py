@@ -113,9 +113,12 @@ class BatchRules:
         costs += [(limit.summed, limit.amount) for limit in limits[1:]]
         summed = [(cost, cost.room_bytes(amount)) for cost, amount in costs if cost is not None]
         object.__setattr__(self, "summed", tuple(summed))
-        if self.packing is not None and self.balance is not None:
-            raise OptionError("packed batches are balanced by their cost; leave balance as it is")
         if self.packing is not None:
+            if not isinstance(self.work, AdditiveCost):
+                raise OptionError(
+                    "packed batches do the work of their samples, one by one: balance must be a "
+                    f"PackedCost for them, got a {type(self.balance).__name__}"
+                )
             for limit in limits[1:]:
                 if limit.most is None and limit.summed is None:
                     raise OptionError(

@@ -137,8 +137,8 @@ def run_costs(
 
     Shape `(runs,)`.
     """
-    if rules.packing is not None:  # which is both
-        return summed_costs(rules.padded(sizes), starts, rules.packing)
+    if rules.packing is not None and isinstance(model, AdditiveCost):
+        return summed_costs(rules.padded(sizes), starts, model)
     padded = rules.padded(over_runs(np.maximum, sizes, starts))
     return rules.costs(model, stops - starts, padded)
 
@@ -206,24 +206,35 @@ def _numbers(cuts: list[IntArray]) -> IntArray:
     return np.array([len(starts) for starts in cuts])
 
 
-def _cut(windows: Windows, ranks: Ranks) -> tuple[list[IntArray], IntArray]:
-    """Cut windows so that the ranks can share them; the cuts, and the budgets that gave them."""
+def _cut(windows: Windows, ranks: Ranks) -> tuple[list[IntArray], IntArray, bool]:
+    """Cut windows so that the ranks can share them.
+
+    Returns:
+        The cuts; the budgets that gave them; and whether they are dealt already.
+    """
     rules, length = windows.rules, windows.length
     budgets = np.full(len(windows.sizes), rules.budget_bytes)
     cuts = windows.cut(budgets)
     if ranks.together == 1:  # a lowered budget leaves no run that is much shorter than the others
-        return [windows.least_padded(row, starts) for row, starts in enumerate(cuts)], budgets
-    target = least_rounds(_numbers(cuts), length, ranks) * ranks.number
-    low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
-    budgets = lowest_budgets(windows, target=target, low=low, high=rules.budget_bytes)
-    cuts = windows.cut(budgets)
+        cuts = [windows.least_padded(row, starts) for row, starts in enumerate(cuts)]
+        return cuts, budgets, False
+    rounds = least_rounds(_numbers(cuts), length, ranks)
+    target = rounds * ranks.number
+    if isinstance(windows, PackedWindow):
+        starts = windows.deal(int(rounds[0]), ranks.number)
+        if starts is not None:
+            return [starts], budgets, True
+    else:
+        low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
+        budgets = lowest_budgets(windows, target=target, low=low, high=rules.budget_bytes)
+        cuts = windows.cut(budgets)
     for row, (starts, wanted) in enumerate(zip(cuts, target.tolist(), strict=True)):
         if len(starts) < wanted:
             stops = np.append(starts[1:], length)
             costs = run_costs(windows.sizes[row], starts, stops, rules, rules.cost)
             multiple = rules.batch_size_multiple
             cuts[row] = split_to(starts, length, costs, wanted, multiple=multiple)
-    return cuts, budgets
+    return cuts, budgets, False
 
 
 def solve(
@@ -252,20 +263,20 @@ def solve(
     """
     windows, length = sizes.shape[:2]
     arranged = _arranged(sizes, rules, strips)
-    cuts, budgets = _cut(arranged, ranks)
+    cuts, budgets, is_dealt = _cut(arranged, ranks)
     counts = _numbers(cuts)
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
     stops = np.append(starts[1:], windows * length)
     flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
-    rounds = np.arange(len(starts))[:, None]
-    if ranks.number > 1:
+    rounds = np.arange(len(starts)).reshape(-1, ranks.number)
+    if ranks.number > 1 and not is_dealt:
         work = run_costs(flat, starts, stops, rules, rules.work)
         rounds = _dealt(work, stops - starts, counts, ranks)
         if ranks.even_sums and isinstance(arranged, SortedWindows):
             _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
             stops = np.append(starts[1:], windows * length)
-        if key is not None:
-            rounds = rotate(rounds, np.repeat(key.turns(ranks.number), counts // ranks.number))
+    if ranks.number > 1 and key is not None:
+        rounds = rotate(rounds, np.repeat(key.turns(ranks.number), counts // ranks.number))
     if key is not None and key.shuffle:
         rounds = rounds[_shuffled(counts // ranks.number, key)]
     number = rounds.reshape(-1)

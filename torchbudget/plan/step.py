@@ -79,7 +79,8 @@ def plan_step(
             left, and no splitting is needed.
         size_multiple: padded sizes are rounded up to a multiple of it.
         limits: further caps, as in `MemoryBudgetBatchSampler`.
-        balance: cost model whose sums are made equal over ranks. Default: the cost.
+        balance: cost model whose sums are made equal over ranks; a `PackedCost` for packed
+            samples. Default: the cost.
         oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
             or gets a micro-batch of its own (`"alone"`).
 
