@@ -28,6 +28,7 @@ ALL = (
     "plan_step",
     "packing",
     "several_axes",
+    "several_limits",
     "collate",
     "loader",
     "streams",
