@@ -64,7 +64,7 @@ def cases(
     multiple = options["size_multiple"]
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
     axes = sizes.shape[1] if sizes.ndim == 2 else 1
-    options["limits"] = draw(limits(largest, packed=packed))
+    options["limits"] = draw(limits(largest, packed=packed, least=1 if fits else 2))
     if draw(st.integers(0, 3)) == 0:
         options["balance"] = draw(formulas(axes, packed=packed))
     if fits:

@@ -121,13 +121,14 @@ def formulas(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> A
 
 
 @st.composite
-def limits(draw: st.DrawFn, largest: Any, *, packed: bool) -> list[tuple[Any, int]]:
+def limits(draw: st.DrawFn, largest: Any, *, packed: bool, least: int = 1) -> list[tuple[Any, int]]:
     """Up to two further limits of any kinds that go with the budget, which the largest size fits.
 
     Args:
         draw: of hypothesis.
         largest: the largest size on every axis, after rounding, shape `()` or `(d,)`.
         packed: whether the budget is one of packed batches, which has no padded limits.
+        least: samples of the largest size that fit at the least.
     """
     axes = np.size(largest)
     counted = st.just(PackedCost(sample_bytes=1, unit="samples"))
@@ -135,7 +136,8 @@ def limits(draw: st.DrawFn, largest: Any, *, packed: bool) -> list[tuple[Any, in
     kinds = [counted, summed] if packed else [counted, summed, formulas(axes, packed=False)]
     found = draw(st.lists(st.one_of(*kinds), max_size=2))
     return [
-        (one, int(np.max(one.batch_bytes(1, largest))) * draw(st.integers(1, 8))) for one in found
+        (one, int(np.max(one.batch_bytes(1, largest))) * draw(st.integers(least, 8)))
+        for one in found
     ]
 
 
