@@ -155,6 +155,13 @@ def test_ours_fit_and_pad_less_than_fixed_numbers(asked):
         assert float(ours[-3].rstrip("%")) < float(fixed[-3].rstrip("%"))
 
 
+def test_graphs_of_two_limits_and_groups_take_few_batches():
+    """At most two above the least of each group, of which the last window ends with one."""
+    for line in example("graph_limits", "--graphs", 6000).splitlines()[-2:]:
+        _, ours, _, least = (int(word.replace(",", "")) for word in line.split()[1:])
+        assert least <= ours <= least + 2
+
+
 @pytest.mark.distributed
 def test_ranks_train_and_go_on(tmp_path):
     """Two ranks take the planned steps; called again with more epochs, they go on."""

@@ -76,6 +76,10 @@ def test_epochs_keep_their_laws(case: Any) -> None:
         for batches in epochs:
             for batch in batches:
                 check_batch(sizes[batch], cost, budget, options)
+        if "groups" in options:
+            of_ranks = [[set(options["groups"][batch]) for batch in mine] for mine in epochs]
+            assert all(len(found) == 1 for mine in of_ranks for found in mine)
+            assert each or all(mine == of_ranks[0] for mine in of_ranks)
         steps = those[0].steps
         assert all(one.steps == steps for one in those)
         assert sum(steps) == length
@@ -149,7 +153,7 @@ def test_epochs_of_a_given_length_go_on_in_the_order(case: Any, data: st.DataObj
         some = data.draw(st.integers(0, left))
         epochs = REFUSALS.accepted(
             lambda: [list(islice(one, some)) for one in those],  # noqa: B023
-            reasons_of(sizes, cost, budget, ranks, options),
+            reasons_of(sizes, cost, budget, ranks, options) | {"left of epoch": state is not None},
         )
         if epochs is None:
             return
@@ -244,6 +248,9 @@ def test_resuming_elsewhere_brings_every_remaining_sample_once(
             cost = data.draw(formulas(axes, packed=False))
             budget = int(cost.batch_bytes(1, largest)) * data.draw(st.integers(1, 4))
         left = sum(remaining.values())
+        if "groups" in options:  # each of them is shared by the ranks
+            of_groups = np.bincount(options["groups"], [remaining[i] for i in range(len(sizes))])
+            left = int(min(of_groups[of_groups > 0], default=1))
         if ranks > min(left, options.get("window", left), options.get("samples_per_step", left)):
             ranks = 1
         those = samplers(sizes, cost, budget, ranks, **options)

@@ -79,6 +79,7 @@ def test_len_after_other_ranks_is_what_was_done_and_what_is_left() -> None:
         ({"sizes": LENGTHS[:-1]}, "the number of samples: saved 300, now 299"),
         ({"sizes": LENGTHS[::-1]}, "the samples' sizes: saved '[0-9a-f]{32}', now '[0-9a-f]{32}'"),
         ({"weights": [1] * 300, "batches_per_epoch": 5}, "the weights: saved None, now"),
+        ({"groups": [1] * 300}, "the samples' groups: saved None, now"),
         ({"budget": 300, "oversize": "skip"}, "the samples that are skipped as oversize"),
     ],
     ids=lambda value: str(value)[:40],

@@ -39,6 +39,7 @@ def test_laws_of_a_step(
     budget = max(budget, bytes_of(largest[None], cost, [0]))
     options |= {
         "limits": data.draw(limits(largest, packed=isinstance(cost, AdditiveCost))),
+        "groups": np.arange(len(sizes)) % data.draw(st.integers(1, 3)),
         "num_replicas": ranks,
         "micro_batches_multiple": multiple,
         "size_multiple": size_multiple,
@@ -60,6 +61,7 @@ def test_laws_of_a_step(
     for batch in (batch for mine in micro_batches for batch in mine):
         for model, amount in [(cost, budget), *options["limits"]]:
             assert bytes_of(sizes, model, batch, size_multiple) <= amount
+        assert len(set(options["groups"][batch])) == 1
         assert most is None or len(batch) <= most
     again = plan_step(sizes, cost, budget, **options)
     assert again.micro_batches == micro_batches

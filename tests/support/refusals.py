@@ -83,7 +83,12 @@ def reasons_of(
     Samples that no other fits beside are micro-batches of their own, of which there must be a
     multiple of the ranks' number. `drop_last` may drop all there is.
     """
+    groups = options.get("groups")
+    mixed = groups is not None and "samples_per_step" in options
+    few = groups is not None and np.unique(groups, return_counts=True)[1].min() < ranks
+    uneven = mixed or not two_fit(sizes, cost, budget, options)
     return {
-        "cannot be dealt evenly": ranks > 1 and not two_fit(sizes, cost, budget, options),
+        "cannot be dealt evenly": ranks > 1 and uneven,
+        f"too few for {ranks} ranks": few,
         "drop_last=True leaves nothing": bool(options.get("drop_last")),
     }

@@ -67,6 +67,10 @@ def cases(
     options["limits"] = draw(limits(largest, packed=packed, least=1 if fits else 2))
     if draw(st.integers(0, 3)) == 0:
         options["balance"] = draw(formulas(axes, packed=packed))
+    weighted = "weights" in options
+    if len(sizes) >= 8 * ranks and not weighted and draw(st.booleans()):
+        rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+        options["groups"] = rng.integers(0, draw(st.integers(1, 3)), len(sizes))
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
     return sizes, cost, budget, ranks, options

@@ -27,6 +27,7 @@ from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
+from torchbudget.plan.groups import Groups
 from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import MicroBatch, Plan, Window
@@ -77,6 +78,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             as `[(PaddedCost(unit_bytes=16), "64MiB")]` for two fields of int64 on the host. A
             `PackedCost` caps the sum over the samples, and is the only kind for packed batches;
             one of `sample_bytes` alone caps their number.
+        groups: one label a sample, ints or text, shape `(N,)`: no micro-batch has samples of two
+            groups. Windows are of one group each, so that all ranks of a round have the same one;
+            with `samples_per_step` they mix groups, and ranks of a round may differ.
         oversize: the fate of a sample that alone is over the budget or a limit: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
@@ -129,6 +133,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
         limits: Sequence[tuple[CostModel, Amount]] = (),
+        groups: npt.ArrayLike | None = None,
         oversize: Oversize = "raise",
         balance: CostModel | None = None,
         batches_per_epoch: int | None = None,
@@ -161,12 +166,15 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             balance=balance,
         )
         check_cost(rules, table.values, table.largest)
+        skipped = skipped_samples(table, rules, oversize)
+        apart = samples_per_step is None
         order = Order(
             dataset_length=len(table),
-            skipped=skipped_samples(table, rules, oversize),
+            skipped=skipped,
             shuffle=shuffle,
             weights=weights_of(weights),
             seed=natural("seed", seed),
+            groups=None if groups is None else Groups.of(groups, skipped, len(table), apart=apart),
         )
         self.cost = cost
         self._ranks = ranks
@@ -315,6 +323,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         plan, cursor = self.plan, self._cursor
         names = ("epoch", "first", "number", "start", "rounds", "done")
         at = {"batches_per_epoch": plan.batches_per_epoch, **{n: getattr(cursor, n) for n in names}}
+        at["done_of_groups"] = str(cursor.groups)
         check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
         caller.check_length(
             self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left

@@ -16,6 +16,7 @@ from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain
 
 if TYPE_CHECKING:
+    from torchbudget.plan.order import Order
     from torchbudget.plan.plan import Plan
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -30,7 +31,7 @@ _PLACE: Final = (
     "done",
     "strips",
 )  # natural numbers
-_KEYS: Final = frozenset([*_PLACE, "dealt", "left", "order", "dealing"])
+_KEYS: Final = frozenset([*_PLACE, "groups", "dealt", "left", "order", "dealing"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +52,8 @@ class Cursor:
         rounds: micro-batches of the window that each rank is done with.
         done: micro-batches of the epoch that each rank is done with, those included, as the ranks
             were then.
+        groups: samples of each group in windows before this one, where windows are of one group
+            each: positions of other groups than the window's are done, too. `None`: none.
         plan: that dealt the window; `None` between windows.
     """
 
@@ -62,6 +65,7 @@ class Cursor:
     left: BoolArray | None = None
     rounds: int = 0
     done: int = 0
+    groups: tuple[int, ...] | None = None
     plan: Plan | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,8 +79,9 @@ class Cursor:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The first position that no window before it has: epoch, pass and position."""
-        return self.epoch, self.number, self.stop
+        """Epoch, pass, and positions in windows up to the present one."""
+        before = self.start if self.groups is None else sum(self.groups)
+        return self.epoch, self.number, before + self.stop - self.start
 
     def next_epoch(self) -> Cursor:
         """The beginning of the next epoch, with a fresh pass."""
@@ -114,6 +119,7 @@ class Cursor:
         place = (self.epoch, self.first, self.number, self.start, self.stop, self.rounds, self.done)
         return {
             **dict(zip(_PLACE, (*place, 0 if plan is None else plan.strips), strict=True)),
+            "groups": None if self.groups is None else list(self.groups),
             "dealt": _text(dealt),
             "left": _text(left),
             "order": dict(order),
@@ -148,6 +154,7 @@ class Cursor:
             start=start,
             stop=stop,
             done=done,
+            groups=_groups(state["groups"], start, stop, plan.order),
             plan=plan if stop > start else None,
         )
         if found.plan is None:
@@ -202,6 +209,19 @@ def _natural(state: Mapping[str, Any], key: str) -> int:
     if not is_int(value) or value < 0:
         raise StateError(f"the state's {key} must be an int of at least 0, got {value!r}")
     return value
+
+
+def _groups(given: Any, start: int, stop: int, order: Order) -> tuple[int, ...] | None:
+    groups = order.apart
+    if given is None or groups is None:
+        return None
+    sizes = groups.counts.tolist()
+    valid = isinstance(given, list) and len(given) == len(sizes) and all(map(is_int, given))
+    if not valid or not all(0 <= n <= size for n, size in zip(given, sizes, strict=True)):
+        raise StateError(f"the state's groups must be {len(sizes)} numbers of samples: {given!r}")
+    if start < stop and groups.at(start) != groups.at(stop - 1):
+        raise StateError(f"positions {start} … {stop} are not of one group")
+    return tuple(given)
 
 
 def _text(mask: BoolArray | None) -> str | None:

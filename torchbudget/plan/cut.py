@@ -105,6 +105,7 @@ class Windows(ABC):
         samples: places in the given sizes, window after window, shape `(windows·S,)`.
         sizes: sizes of those samples, in the shape that was given.
         summed: see `BatchRules.longest_summed`; `None` also of packed samples.
+        ends: numbers of the last runs of a single window, of each group.
     """
 
     def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
@@ -114,6 +115,7 @@ class Windows(ABC):
         flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
         # Runs that the summed limits beside a padded budget allow.
+        self.ends: IntArray = np.array([-1])
         self.summed = rules.longest_summed(self.sizes) if rules.packing is None else None
 
     @abstractmethod

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import CostModel
+from torchbudget.plan.groups import Groups
 from torchbudget.plan.order import Order
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
@@ -19,6 +20,7 @@ MEANING: Final = {
     "sizes": "the samples' sizes",
     "skipped": "the samples that are skipped as oversize",
     "weights": "the weights",
+    "groups": "the samples' groups",
 }
 # A cost is called with these numbers of samples, and this many sizes on a logarithmic scale.
 _NUMBERS: Final = np.array([1, 2, 3, 7, 64])
@@ -62,6 +64,12 @@ def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
     return fingerprint(*parts)
 
 
+def _of_groups(groups: Groups) -> str:
+    if groups.members is None:
+        return fingerprint("mixed", groups.codes)
+    return fingerprint("apart", groups.members.astype(np.int64), groups.counts)
+
+
 def order_identity(order: Order, sizes: str) -> Plain:
     """The values that must be the same for a position to mean the same samples.
 
@@ -75,5 +83,6 @@ def order_identity(order: Order, sizes: str) -> Plain:
         "skipped": fingerprint(order.skipped) if len(order.skipped) else None,
         "shuffle": order.shuffle,
         "weights": None if order.weights is None else fingerprint(order.weights),
+        "groups": None if order.groups is None else _of_groups(order.groups),
         "seed": order.seed,
     }

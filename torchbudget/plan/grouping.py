@@ -77,6 +77,7 @@ class ByCost:
         *,
         key: WindowKey,
         drop_last: bool,
+        groups: IntArray | None = None,
     ) -> Rounds:
         """Cut a window and deal it to the ranks.
 
@@ -86,6 +87,7 @@ class ByCost:
             ranks: ranks that share the window.
             key: key of the order of the rounds.
             drop_last: leave out the micro-batch that could still have taken a sample.
+            groups: number of each sample's group, shape `(S,)`; see `solve`.
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly.
@@ -94,13 +96,14 @@ class ByCost:
             raise TypeError("a cost needs sizes")
         places = np.arange(len(sizes))
         if drop_last and len(sizes):
-            stays = without_last(self.rules, sizes, ranks)
+            stays = without_last(self.rules, sizes, ranks, groups=groups)
             places, sizes = places[stays], sizes[stays]
+            groups = None if groups is None else groups[stays]
         if not len(sizes):
             return _NONE
         if len(sizes) < ranks.number:
             raise UnevenRanksError(f"{len(sizes)} samples for {ranks.number} ranks")
-        block = solve(self.rules, sizes[None], ranks, key)
+        block = solve(self.rules, sizes[None], ranks, key, groups=groups)
         starts, stops = block.starts.tolist(), block.stops.tolist()
         return Rounds(places[block.samples], starts, stops, block.amounts(self.rules).tolist())
 
@@ -130,6 +133,7 @@ class ByPredicate:
         *,
         key: WindowKey,
         drop_last: bool,
+        groups: IntArray | None = None,
     ) -> Rounds:
         """See `ByCost`: in the order of sizes if there are any, else as they come."""
         order = list(range(len(samples)))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
+from torchbudget.plan.groups import Groups
 from torchbudget.plan.permutation import Permutation, Stream, WordArray, random_words
 
 FloatArray = npt.NDArray[np.float64]
@@ -28,6 +29,8 @@ class Order:
         weights: relative frequencies of the samples, shape `(dataset_length,)`: each position draws
             independently, with replacement. `None`: a pass has every sample once.
         seed: of all randomness.
+        groups: labels of the samples. Where windows are of one group each, positions are those of
+            `Groups.members`, each group in an order of its own.
 
     Raises:
         OptionError: options that cannot hold together.
@@ -38,10 +41,13 @@ class Order:
     shuffle: bool = True
     weights: FloatArray | None = None
     seed: int = 0
+    groups: Groups | None = None
 
     def __post_init__(self) -> None:
         if self.weights is None:
             return
+        if self.groups is not None:
+            raise OptionError("weights draw samples of all groups alike: leave groups or them out")
         if not self.shuffle:
             raise OptionError("weights draw at random: they need shuffle=True, got shuffle=False")
         if self.weights.shape != (self.dataset_length,):
@@ -60,6 +66,11 @@ class Order:
     def __len__(self) -> int:
         """Positions in a pass: samples to draw from."""
         return self.dataset_length - len(self.skipped)
+
+    @property
+    def apart(self) -> Groups | None:
+        """The groups, where windows are of one group each."""
+        return None if self.groups is None or self.groups.members is None else self.groups
 
     def check_length(self, dataset_length: int) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""
@@ -98,9 +109,19 @@ class EpochOrder:
     def indices(self, start: int, stop: int) -> IntArray:
         """The indices of the samples at positions `start … stop`, int64, shape `(stop − start,)`.
 
-        O(stop − start) anywhere in the pass (times log N with weights).
+        O(stop − start) anywhere in the pass (times log N with weights). Where windows are of one
+        group each, the positions must be of one group.
         """
-        order = self._order
+        order, groups = self._order, self._order.groups
+        if groups is not None and groups.members is not None:
+            group = groups.at(start)
+            before = int(groups.firsts[group])
+            places: slice | IntArray = slice(start, stop)
+            if order.shuffle:
+                words = self._first, Stream.PASS, self._number, group
+                permutation = _permutation(int(groups.counts[group]), order.seed, *words)
+                places = permutation.stretch(start - before, stop - before) + before
+            return groups.members[places].astype(np.int64)
         if self._cumulative is not None:
             ranks = self._draw(self._cumulative, start, stop)
         elif order.shuffle:

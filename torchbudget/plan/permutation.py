@@ -34,6 +34,7 @@ class Stream(IntEnum):
     SHARDS = 5  # the order of a stream's shards
     SAMPLES = 6  # draws of a stream's transforms
     INDEX = 7  # the order of a map-style data set that is read as a stream
+    GROUPS = 8  # the group of the next window
 
 
 _ROUNDS: Final = 5

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
+from torchbudget.plan.groups import Groups
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
@@ -73,6 +74,25 @@ class Span:
     def amounts(self) -> IntArray:
         """The padded size of each micro-batch; of packed ones the sum; `(micro-batches, d)`."""
         return self.block.amounts(self.plan.rules)
+
+
+class Stretch(NamedTuple):
+    """Whole windows, and the last one of a pass or of a group.
+
+    The last one is the incomplete one, joined by the one before where it cannot be dealt evenly
+    alone. With `drop_last` it is also the one whose last micro-batch may be dropped.
+
+    Attributes:
+        start: of the first whole window.
+        tail: start of the last window.
+        end: its end.
+        stays: which of its samples stay, shape `(end − tail,)`; `None`: all.
+    """
+
+    start: int
+    tail: int
+    end: int
+    stays: BoolArray | None
 
 
 class Window:
@@ -127,9 +147,9 @@ class Window:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Epoch, pass and first position: comparable with `Cursor.place`."""
-        cursor = self._span.cursor
-        return cursor.epoch, cursor.number, cursor.start + self._number * self._span.length
+        """Epoch, pass, and positions in windows before it: comparable with `Cursor.place`."""
+        epoch, number, before = self._span.cursor.place
+        return epoch, number, before + self._number * self._span.length
 
     @property
     def steps(self) -> list[int]:
@@ -160,8 +180,17 @@ class Window:
         start = begun.start + self._number * span.length
         stop = start + span.length
         here = replace(begun, start=stop, stop=stop, left=None, done=done)
+        if begun.groups is not None and (groups := plan.order.apart) is not None:
+            here = replace(here, groups=_with(begun.groups, groups.at(start), span.length))
         if turn + 1 < self._turns:
-            here = replace(here, start=start, left=begun.left, rounds=turn + 1, plan=plan)
+            here = replace(
+                here,
+                start=start,
+                left=begun.left,
+                rounds=turn + 1,
+                groups=begun.groups,
+                plan=plan,
+            )
         elif stop >= span.end:
             if plan.batches_per_epoch is None:
                 return begun.next_epoch()
@@ -279,7 +308,8 @@ class Plan:
         # never if it has a multiple of the ranks' number.
         pairs = bool(rules.alike(sizes.largest) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
-        self._last_is_even = number == 1 or pairs
+        mixed = order.groups is not None and order.apart is None
+        self._last_is_even = number == 1 or (pairs and not mixed)
         self._all_are_even = self._last_is_even or self.window % number == 0
         self.strips = best_strips(survey[: self.window], rules)
         self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
@@ -399,17 +429,45 @@ class Plan:
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
         cursor = cursor.dealt_by(self)
         begun, start = self._begun(cursor)
-        tail, end, stays = self._tail(cursor, start)
-        if not self._all_are_even:
-            self._count(cursor, start)  # raises where a window cannot be dealt evenly
-        elif not self._last_is_even:
-            self._needed(cursor, tail, end - tail, left=stays)
+        if self.order.apart is not None:
+            yield from self._spans_of_groups(cursor, self.order.apart, begun, start)
+            return
+        stretch = self._stretch(cursor, start, self._end(start))
+        self._check(cursor, stretch)
+        _, tail, end, stays = stretch
         if begun is not None:
             yield replace(begun, end=end)
         for begins, windows in self._whole(start, tail):
             yield self._span(cursor, begins, self.window, windows, end=end)
         if end > tail:
             yield self._span(cursor, tail, end - tail, 1, stays, end=end)
+
+    def _spans_of_groups(
+        self, cursor: Cursor, groups: Groups, begun: Span | None, start: int
+    ) -> Iterator[Span]:
+        """The windows of a pass, each of one group, whose turn is drawn by what is left of it."""
+        stretches = self._stretches(cursor, start)
+        for name, stretch in zip(groups.names, stretches, strict=True):
+            self._check(cursor, stretch, f"group {name!r}: ")
+        firsts = groups.firsts.tolist()
+        done = [one.start - first for one, first in zip(stretches, firsts, strict=True)]
+        ends = [one.end - first for one, first in zip(stretches, firsts, strict=True)]
+        seed = (self.order.seed, *cursor.pass_key) if self.order.shuffle else None
+        turn = groups.turn(done, ends, seed)
+        if begun is not None:
+            end = begun.cursor.start + begun.length
+            yield replace(begun, end=end if turn is None else _MOST_POSITIONS)
+        while turn is not None:
+            here, at = stretches[turn], firsts[turn] + done[turn]
+            before = replace(cursor, start=at, stop=at, groups=tuple(done))
+            last = at >= here.tail
+            length = here.end - here.tail if last else self.window
+            done[turn] += length
+            following = groups.turn(done, ends, seed)
+            end = at + length if following is None else _MOST_POSITIONS
+            stays = here.stays if last else None
+            yield self._span(before, at, length, 1, stays, end=end)
+            turn = following
 
     def _begun(self, cursor: Cursor) -> tuple[Span | None, int]:
         """The window that a cursor stands in, and where the next one starts.
@@ -418,9 +476,9 @@ class Plan:
         join it.
         """
         start, stop, left = cursor.start, cursor.stop, cursor.left
-        end = self._end(stop)
         if start == stop or (left is not None and not left.any()):
             return None, stop
+        end = self._end(stop, start)
         while True:
             if 0 < end - stop < self.ranks.number:
                 left, stop = _joined(left, stop - start, end - stop), end
@@ -452,14 +510,20 @@ class Plan:
                 sizes = self._sizes_at(indices)[None]
         places = start + np.arange(windows) * length
         passes = cursor.first + cursor.number
+        numbers = passes * -(-len(order) // self.window) + places // self.window
+        if (groups := order.apart) is not None:  # windows before it, and in a pass
+            counts = np.array([cursor.groups or np.zeros_like(groups.counts), groups.counts])
+            before, whole = (-(-counts // self.window)).sum(axis=1)
+            numbers = np.array([passes * whole + before])
         key = WindowKey(
             seed=order.seed,
             path=cursor.pass_key,
             places=places,
-            numbers=passes * -(-len(order) // self.window) + places // self.window,
+            numbers=numbers,
             shuffle=order.shuffle,
         )
-        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips)
+        codes = self._codes_of(indices)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips, groups=codes)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -468,7 +532,8 @@ class Plan:
     def _whole(self, start: int, tail: int) -> Iterator[tuple[int, int]]:
         """The starts of blocks of whole windows, and how many windows each has: more and more."""
         samples = _WIDE_BLOCK_SAMPLES if self.sizes.axes > 1 else _BLOCK_SAMPLES
-        most = 1 if self.rules.packing is not None else max(samples // self.window, 1)
+        one_by_one = self.rules.packing is not None or self.order.groups is not None
+        most = 1 if one_by_one else max(samples // self.window, 1)
         windows = 1
         while start < tail:
             windows = min(windows, (tail - start) // self.window)
@@ -476,31 +541,61 @@ class Plan:
             start += windows * self.window
             windows = min(2 * windows, most)
 
-    def _end(self, start: int) -> int:
-        """The end of a pass that goes on at `start`, less an incomplete step that is dropped."""
-        total = len(self.order)
+    def _end(self, start: int, begun: int = -1) -> int:
+        """The end of a pass that goes on at `start`, less an incomplete step that is dropped.
+
+        Where windows are of one group each, the end of the group that has the position `begun`.
+        """
+        total, groups = len(self.order), self.order.apart
+        if groups is not None:
+            group = groups.at(begun)
+            return int(groups.firsts[group] + groups.counts[group])
         if self.drop_last and self.ranks.even_sums:
             return total - (total - start) % self.window
         return total
 
-    def _tail(self, cursor: Cursor, start: int) -> tuple[int, int, BoolArray | None]:
-        """The last window of a pass: its start, its end, and which of its samples stay.
+    def _stretches(self, cursor: Cursor, start: int) -> list[Stretch]:
+        """The windows after the one that a cursor stands in: in turn, or of each group."""
+        groups = self.order.apart
+        if groups is None:
+            return [self._stretch(cursor, start, self._end(start))]
+        starts = groups.firsts + (cursor.groups or np.zeros_like(groups.firsts))
+        if cursor.start < cursor.stop:
+            starts[groups.at(cursor.start)] = start
+        ends = groups.firsts + groups.counts
+        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        stretches = [self._stretch(cursor, *pair) for pair in pairs]
+        if cursor.groups is None and all(one.start == one.end for one in stretches):
+            raise OptionError(
+                f"drop_last=True leaves nothing of the epoch's {len(self.order)} samples: those of "
+                "no group fill one micro-batch on each rank"
+            )
+        return stretches
 
-        It is the incomplete one, joined by the one before where it cannot be dealt evenly alone.
-        With `drop_last` it is also the one whose last micro-batch may be dropped.
-        """
-        end = self._end(start)
+    def _check(self, cursor: Cursor, stretch: Stretch, name: str = "") -> None:
+        """Raise an `UnevenRanksError` where a window cannot be dealt evenly."""
+        _, tail, end, stays = stretch
+        try:
+            if not self._all_are_even:
+                self._count(cursor, stretch)
+            elif not self._last_is_even or 0 < end - tail < self.ranks.number:
+                self._needed(cursor, tail, end - tail, left=stays)
+        except UnevenRanksError as error:
+            raise UnevenRanksError(f"{name}{error}") from None
+
+    def _stretch(self, cursor: Cursor, start: int, end: int) -> Stretch:
+        """Windows from a position to the end of a pass, or of a group; see `Stretch`."""
         rest = (end - start) % self.window
         if not rest and (start == end or not self.drop_last or self.ranks.even_sums):
-            return end, end, None
+            return Stretch(start, end, end, None)
         tail = end - (rest or self.window)
         stays = self._stays(cursor, tail, end)
         if tail - self.window >= start and not self._is_dealable(cursor, tail, end, stays):
             tail -= self.window
             stays = self._stays(cursor, tail, end)
         if stays is not None and not stays.any():
-            return tail, tail, None
-        return tail, end, stays
+            return Stretch(start, tail, tail, None)
+        return Stretch(start, tail, end, stays)
 
     def _is_dealable(self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None) -> bool:
         if end - tail < self.ranks.number:
@@ -520,7 +615,7 @@ class Plan:
         sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
         stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
-            if not tail:
+            if not tail and self.order.apart is None:
                 raise OptionError(
                     f"drop_last=True leaves nothing of the epoch's {end} samples: they do not "
                     "fill one micro-batch on each rank"
@@ -550,6 +645,13 @@ class Plan:
     def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
         # The indices are in range by construction: "clip" spares NumPy checking each of them.
         return self.sizes.values.take(indices, axis=0, mode="clip")
+
+    def _codes_of(self, indices: IntArray) -> IntArray | None:
+        """Groups of the samples of a window that mixes them."""
+        groups = self.order.groups
+        if groups is None or groups.members is not None:
+            return None
+        return groups.codes[indices].astype(np.int64)
 
     def _order_of(self, cursor: Cursor) -> EpochOrder:
         known = self._pass_order  # read once: another thread may read another pass
@@ -606,7 +708,7 @@ class Plan:
         cursor = cursor.dealt_by(self)
         begun, start = self._begun(cursor)
         rounds = 0 if begun is None else int(begun.block.rounds.sum()) - cursor.rounds
-        return rounds + self._count(cursor, start)
+        return rounds + sum(self._count(cursor, one) for one in self._stretches(cursor, start))
 
     def _batches_left(self, cursor: Cursor) -> int | None:
         number = self.batches_per_epoch
@@ -621,17 +723,18 @@ class Plan:
     def windows_left(self, cursor: Cursor) -> int:
         """Windows from a cursor to the end of its pass: optimizer steps, where a window is one."""
         cursor = cursor.dealt_by(self)
-        begun, start = self._begun(cursor)
-        tail, end, _ = self._tail(cursor, start)
-        return (begun is not None) + (tail - start) // self.window + (end > tail)
+        begun, first = self._begun(cursor)
+        stretches = self._stretches(cursor, first)
+        whole = sum((one.tail - one.start) // self.window for one in stretches)
+        return (begun is not None) + whole + sum(one.end > one.tail for one in stretches)
 
-    def _count(self, cursor: Cursor, start: int) -> int:
-        """Micro-batches on each rank that the windows from `start` to the end of a pass need.
+    def _count(self, cursor: Cursor, stretch: Stretch) -> int:
+        """Micro-batches on each rank that windows need.
 
         Raises:
             UnevenRanksError: a window cannot be dealt evenly.
         """
-        tail, end, stays = self._tail(cursor, start)
+        start, tail, end, stays = stretch
         needed = self._needed(cursor, tail, end - tail, left=stays)
         for begins, windows in self._whole(start, tail):
             needed += self._needed(cursor, begins, self.window, windows)
@@ -648,8 +751,10 @@ class Plan:
         """Micro-batches that each rank needs of windows."""
         if not length:
             return 0
-        sizes = self._samples(cursor, start, length, windows, left)[1]
-        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self.strips).sum())
+        indices, sizes = self._samples(cursor, start, length, windows, left)
+        codes = self._codes_of(indices)
+        rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, groups=codes)
+        return int(rounds.sum())
 
     # ------------------------------------------------------------------ what an epoch holds
 
@@ -686,6 +791,11 @@ class Plan:
         return plan_report(
             blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window
         )
+
+
+def _with(groups: tuple[int, ...], group: int, more: int) -> tuple[int, ...]:
+    """Samples of each group that are done, with more of one group."""
+    return (*groups[:group], groups[group] + more, *groups[group + 1 :])
 
 
 def _joined(left: BoolArray | None, length: int, more: int) -> BoolArray:

@@ -175,7 +175,54 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     return tried[min(range(len(tried)), key=lambda number: len(cuts[number]))]
 
 
-def _arranged(sizes: npt.NDArray[Any], rules: BatchRules, strips: int | None) -> Windows:
+class GroupedWindow(Windows):
+    """One window of several groups, each of which is a window that is cut by itself.
+
+    Args:
+        sizes: shape `(1, S)` or `(1, S, d)`.
+        groups: number of each sample's group, shape `(S,)`.
+        rules: budget and options of a micro-batch.
+        strips: see `solve`.
+    """
+
+    def __init__(
+        self, sizes: npt.NDArray[Any], groups: IntArray, rules: BatchRules, strips: int | None
+    ) -> None:
+        order = np.argsort(groups, kind="stable")
+        super().__init__(sizes, order[None], rules)
+        self._given = self.samples, self.sizes
+        self._firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+        parts = np.split(self.sizes, self._firsts[1:], axis=1)
+        self._parts = [_arranged(part, rules, strips) for part in parts]
+
+    def cut(self, budgets: IntArray) -> list[IntArray]:
+        """See `Windows.cut`."""
+        cuts = [part.cut(budgets)[0] for part in self._parts]
+        firsts = zip(self._parts, self._firsts, strict=True)
+        order = np.concatenate([part.samples + first for part, first in firsts])
+        self.samples, self.sizes = self._given[0][order], self._given[1][:, order]
+        self.ends = np.cumsum([len(starts) for starts in cuts]) - 1
+        return [self._together(cuts)]
+
+    def least_padded(self, row: int, starts: IntArray) -> IntArray:
+        """See `Windows.least_padded`."""
+        runs = np.split(starts, self.ends[:-1] + 1)
+        each = zip(self._parts, runs, self._firsts, strict=True)
+        return self._together([part.least_padded(0, own - first) for part, own, first in each])
+
+    def _together(self, cuts: list[IntArray]) -> IntArray:
+        firsts = zip(cuts, self._firsts, strict=True)
+        return np.concatenate([starts + first for starts, first in firsts])
+
+
+def _arranged(
+    sizes: npt.NDArray[Any],
+    rules: BatchRules,
+    strips: int | None,
+    groups: IntArray | None = None,
+) -> Windows:
+    if groups is not None:
+        return GroupedWindow(sizes, groups, rules, strips)
     if rules.packing is not None:
         return PackedWindow(sizes, rules, rules.packing)
     if sizes.ndim == 2:
@@ -187,7 +234,12 @@ def _arranged(sizes: npt.NDArray[Any], rules: BatchRules, strips: int | None) ->
 
 
 def rounds_needed(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, *, strips: int | None = None
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    *,
+    strips: int | None = None,
+    groups: IntArray | None = None,
 ) -> IntArray:
     """Micro-batches that each rank needs of windows; the arguments are those of `solve`.
 
@@ -198,7 +250,7 @@ def rounds_needed(
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
-    cuts = _arranged(sizes, rules, strips).cut(np.full(len(sizes), rules.budget_bytes))
+    cuts = _arranged(sizes, rules, strips, groups).cut(np.full(len(sizes), rules.budget_bytes))
     return least_rounds(_numbers(cuts), sizes.shape[1], ranks)
 
 
@@ -224,7 +276,7 @@ def _cut(windows: Windows, ranks: Ranks) -> tuple[list[IntArray], IntArray, bool
         starts = windows.deal(int(rounds[0]), ranks.number)
         if starts is not None:
             return [starts], budgets, True
-    else:
+    elif rules.packing is None:
         low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
         budgets = lowest_budgets(windows, target=target, low=low, high=rules.budget_bytes)
         cuts = windows.cut(budgets)
@@ -244,6 +296,7 @@ def solve(
     key: WindowKey | None = None,
     *,
     strips: int | None = None,
+    groups: IntArray | None = None,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
@@ -254,6 +307,8 @@ def solve(
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
         strips: of several axes, see `arrange`; `None`: the best ones for the first window.
+        groups: the number of each sample's group in a single window, shape `(S,)`: no micro-batch
+            has two, while ranks of a round may have different ones. `None`: all are alike.
 
     Returns:
         The micro-batches; none over the budget but those of one sample that alone is.
@@ -262,7 +317,7 @@ def solve(
         UnevenRanksError: a window cannot be dealt evenly.
     """
     windows, length = sizes.shape[:2]
-    arranged = _arranged(sizes, rules, strips)
+    arranged = _arranged(sizes, rules, strips, groups)
     cuts, budgets, is_dealt = _cut(arranged, ranks)
     counts = _numbers(cuts)
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
@@ -358,7 +413,12 @@ def default_window(ranks: int, *, positions: float = math.inf, micro_batches: fl
 
 
 def without_last(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, *, strips: int | None = None
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    *,
+    strips: int | None = None,
+    groups: IntArray | None = None,
 ) -> npt.NDArray[np.bool_]:
     """Choose the samples that stay when the micro-batch that could still have taken one is dropped.
 
@@ -370,14 +430,15 @@ def without_last(
         sizes: of the window's samples, shape `(S,)` or `(S, d)`.
         ranks: that share the window.
         strips: see `solve`.
+        groups: see `solve`.
 
     Returns:
         Shape `(S,)`.
     """
-    windows = _arranged(sizes[None], rules, strips)
+    windows = _arranged(sizes[None], rules, strips, groups)
     starts = windows.cut(np.array([rules.budget_bytes]))[0]
     stops = np.append(starts[1:], len(sizes))
-    room = _room(windows.sizes[0], starts, stops, rules)
+    room = _room(windows, starts, stops)
     last = int(room.argmax())
     stays = np.ones(len(sizes), np.bool_)
     if room[last] > 0:
@@ -389,15 +450,15 @@ def without_last(
     return stays
 
 
-def _room(
-    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
-) -> IntArray:
+def _room(windows: Windows, starts: IntArray, stops: IntArray) -> IntArray:
     """The room that is left in each run; above 0 only where another sample would fit."""
+    sizes, rules = windows.sizes[0], windows.rules
     if rules.packing is None:
-        # Every run but the last took all that fits.
+        # Every run but the last one, of each group, took all that fits.
         room = np.zeros_like(starts)
-        fits = rules.capacity(sizes[starts[-1] :].max(axis=0), rules.budget_bytes)
-        room[-1] = rules.rounded(fits) - (stops[-1] - starts[-1])
+        largest = over_runs(np.maximum, sizes, starts)[windows.ends]
+        fits = rules.rounded(rules.capacity(largest, rules.budget_bytes))
+        room[windows.ends] = fits - (stops - starts)[windows.ends]
     else:
         items = rules.packing.item_bytes(rules.padded(sizes))
         room = rules.packing.room_bytes(rules.budget_bytes) - over_runs(np.add, items, starts)

@@ -14,6 +14,7 @@ from torchbudget.checks import at_least_one
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.groups import Groups
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.report import PlanReport, plan_report
@@ -58,6 +59,7 @@ def plan_step(
     batch_size_multiple: int = 1,
     size_multiple: int = 1,
     limits: Sequence[tuple[CostModel, Amount]] = (),
+    groups: npt.ArrayLike | None = None,
     balance: CostModel | None = None,
     oversize: Oversize = "raise",
 ) -> StepPlan:
@@ -79,6 +81,8 @@ def plan_step(
             left, and no splitting is needed.
         size_multiple: padded sizes are rounded up to a multiple of it.
         limits: further caps, as in `MemoryBudgetBatchSampler`.
+        groups: one label a sample, ints or text, shape `(N,)`: no micro-batch mixes two, while
+            ranks may have different ones at a time.
         balance: cost model whose sums are made equal over ranks; a `PackedCost` for packed
             samples. Default: the cost.
         oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
@@ -124,7 +128,10 @@ def plan_step(
     skipped = skipped_samples(table, rules, oversize)
     order = Order(dataset_length=len(table), skipped=skipped, shuffle=False)
     kept = order.of_pass(0, 0).indices(0, len(order))
-    block = solve(rules, table.values[kept][None], ranks)
+    codes = None
+    if groups is not None:
+        codes = Groups.of(groups, skipped, len(table), apart=False).codes[kept].astype(np.int64)
+    block = solve(rules, table.values[kept][None], ranks, groups=codes)
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]

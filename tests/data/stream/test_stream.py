@@ -42,6 +42,10 @@ from torchbudget.errors import (
 )
 
 
+def number_of_group(sample: Any) -> int:
+    return int(sample[0] % 2)
+
+
 @st.composite
 def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any], Any]:
     """Sizes, and the arguments of a stream over them."""
@@ -57,6 +61,8 @@ def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any
         "collate_fn": list,
         "limits": draw(limits(sizes.max(axis=0), packed=hasattr(cost, "base_bytes"))),
     }
+    if draw(st.booleans()):
+        options["group"] = number_of_group
     if draw(st.booleans()):
         options["look_ahead"] = draw(st.integers(20_000, 60_000))
     if draw(st.booleans()):
@@ -85,7 +91,7 @@ def reasons_of(made: Any) -> dict[str, bool]:
     sizes, options, source = made
     ranks = options["num_replicas"]
     even = two_fit(sizes, options["cost"], options["budget"], options) and len(sizes) >= ranks
-    even &= not isinstance(source, list) and "look_ahead" not in options
+    even &= not isinstance(source, list) and not {"look_ahead", "group"} & options.keys()
     return {f"{ranks} ranks": ranks > 1 and not even}
 
 
@@ -110,6 +116,8 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
     for batch in everything:
         for cost, amount in [(options["cost"], options["budget"]), *options["limits"]]:
             assert bytes_of([size for _, size in batch], cost) <= amount
+        if "group" in options:
+            assert len(set(map(number_of_group, batch))) == 1
 
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.data())
@@ -295,6 +303,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"cost": never, "limits": [(TOKENS, 9)]},
         OptionError,
         "alone decides",
+    ),
+    "group": (Spent(), {"group": "language"}, OptionError, "group must be a function"),
+    "a predicate's group": (
+        Spent(),
+        {"cost": never, "budget": None, "group": str},
+        OptionError,
+        "group must be",
     ),
     "limits": (Spent(), {"limits": [TOKENS]}, OptionError, "pairs of a cost model and an amount"),
     "a predicate's budget": (Spent(), {"cost": never}, OptionError, "give None as the budget"),

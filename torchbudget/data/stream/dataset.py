@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakMethod, WeakSet
@@ -113,6 +113,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         batch_size_multiple: likewise.
         size_multiple: likewise.
         limits: likewise.
+        group: a function of a sample, after its transforms, that returns its label: no micro-batch
+            has samples of two groups, while ranks may have different ones at a time.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted in `skipped_samples`, logged) or `"alone"`.
         on_error: what becomes of an item whose transform or size raises: `"raise"` an error that
@@ -172,6 +174,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
         limits: Sequence[tuple[CostModel, Amount]] = (),
+        group: Callable[[Any], Hashable] | None = None,
         oversize: Oversize = "raise",
         on_error: str = "raise",
         split: Split | None = None,
@@ -205,6 +208,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             first, *further = grouping.rules.limits
             rules["cost"] = _digest(first.cost)
             rules["limits"] = " ".join(f"{_digest(one.cost)} {one.amount}" for one in further)
+        if group is not None and not (callable(group) and isinstance(grouping, ByCost)):
+            raise OptionError(
+                "group must be a function of a sample that returns its label, and goes together "
+                f"with a cost, not with a predicate; got {group!r}"
+            )
         checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
         self._settings_now = Settings(
@@ -213,6 +221,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             threads=natural("threads", threads),
             grouping=grouping,
             size=size,
+            group=group,
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
             host_bytes=getattr(self.budget, "host", None) if look_ahead is None else None,
             given_window=optional("window", window),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -298,6 +299,7 @@ class Settings:
         threads: that apply them in each process.
         grouping: how a window is cut and dealt to the ranks.
         size: where the size of a sample is found.
+        group: the label of a sample, of which no micro-batch mixes two; `None`: all are alike.
         look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
         host_bytes: of the budget, that limit them instead; `None`: no limit.
         given_window: items that are read, sorted and cut together; `None`: as many as by default.
@@ -319,6 +321,7 @@ class Settings:
     threads: int
     grouping: Grouping
     size: SizeKey
+    group: Callable[[Any], Hashable] | None
     look_ahead: int | None
     host_bytes: int | None
     given_window: int | None
@@ -348,6 +351,13 @@ class Settings:
                 "of them alone would be lost or come twice; use split='ranks', or drop such "
                 "samples in a transform that fails alike everywhere"
             )
+
+    def groups_of(self, samples: list[Any]) -> npt.NDArray[np.int64] | None:
+        """The number of each sample's group, shape `(S,)`, in the order of their appearance."""
+        if self.group is None:
+            return None
+        numbers: dict[Hashable, int] = {}
+        return np.array([numbers.setdefault(self.group(one), len(numbers)) for one in samples])
 
     @property
     def ranks(self) -> int:

@@ -204,6 +204,7 @@ class Windows:
             Ranks(number=settings.ranks),
             key=key,
             drop_last=settings.drop_last and not buffered.following.start,
+            groups=settings.groups_of(samples),
         )
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
