@@ -312,6 +312,9 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
     if len(sizes) - len(skipped) < ranks:
         return
     those = samplers(sizes, cost, budget, ranks, oversize=oversize, **options)
+    if "groups" in options:  # those of the samples that are drawn may be too small
+        kept = options["groups"][[index for index in every if index not in skipped]]
+        case = (sizes, cost, budget, ranks, options | {"groups": kept})
     report = REFUSALS.accepted(those[0].report, reasons_of(*case))
     epochs = drawn(those, case)
     if not epochs or report is None:
