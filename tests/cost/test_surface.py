@@ -137,6 +137,10 @@ def test_outside_of_the_domain() -> None:
         10**6,
         MAX_BYTES,
     ]
+    one = Grid(((1, 100),), ((0, 1),) * 2, ((5.0, 6.0), (5.0, 9.0)), 1, False)
+    alone = measured(pieces=(), grid=one, largest=(100,))
+    assert alone.batch_bytes([1, 1, 2], [1, 100, 1]).tolist() == [6, 9, MAX_BYTES]
+    assert alone.capacity([1, 100, 100], [2**40, 9, 8]).tolist() == [1, 1, 0]
     two = measured(PaddedCost(unit_bytes=(1, 2)))
     with pytest.raises(CostError, match=r"2 axes: expected sizes of shape \(…, 2\), got \(3,\)"):
         two.capacity([1, 2, 3], 100)

@@ -102,7 +102,7 @@ class Surface:
                     row = _running_maximum(rising, active[first], shape)
                     found.append((int(starts[first]), int(ends[last]), row))
         missing = ((owner == len(pieces)) & ~holes).any(axis=0)
-        for k in np.flatnonzero(missing.any(axis=1) & (starts < reached)).tolist():
+        for k in np.flatnonzero(missing.any(axis=1) & (starts <= reached)).tolist():
             if grid is not None:
                 span = int(starts[k]), min(int(ends[k]) + 1, reached)
                 found.append((*span, _line(grid, points, missing[k], span, shape)))
