@@ -75,6 +75,7 @@ class Covering:
     reason: str = ""
     _traces: list[Trace] = field(default_factory=list)
     _harmless: list[set[tuple[int, ...]]] = field(default_factory=list)
+    _num_held_out: int = 0
     _recipe: Recipe | None = None  # while symbols do for numbers of samples
     _symbolic: dict[tuple[int, ...], Trace] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
@@ -373,6 +374,7 @@ class Covering:
                 break
             shapes.append(self._limited(tuple(shape)))
             self._at(shapes[-1])
+        self._num_held_out = len(shapes)
         if not shapes:
             return (1, *self.subject.domain.smallest)
         real = np.array([self._at(shape) for shape in shapes])
@@ -404,8 +406,8 @@ class Covering:
             most = format_bytes(math.ceil(self.grid.raised_bytes))
             self.subject.notes.append(
                 f"interpolated where no expression holds{why}, for batches of up to "
-                f"{self.grid.most:,} samples; the largest error on other shapes, "
-                f"{self.grid.raised_share:.2%}, but no more than {most}, is added there"
+                f"{self.grid.most:,} samples; the largest error on {self._num_held_out} other "
+                f"shapes, {self.grid.raised_share:.2%}, but no more than {most}, is added there"
             )
 
 
