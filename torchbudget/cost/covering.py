@@ -32,13 +32,13 @@ _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
 # The first pieces are compared with concrete traces.
 _VERIFIED: Final = 2
-# A grid is refined while the middle of a cell is further off, for so many seconds.
+# A grid is refined while the middle of a cell is further off than this, until time is up.
 _OFF: Final = 0.01
-# Numbers of samples of a column are no nearer than this to one another.
-_NEAR: Final = 1.5
 _MOST_SECONDS: Final = 60.0
-# A trace with symbols, and one of many samples, that takes so many times as long as one of two
-# samples loops over what grows; the latter takes at least so many seconds.
+# In a column, each number of samples is at least so many times the one before.
+_NEAR: Final = 1.5
+# A trace is given up after this multiple of the seconds that two samples took: a trace with
+# symbols, and a trace of many samples. Two samples count as half a second at least.
 _LOOPING_SYMBOLS: Final = 16
 _LOOPING: Final = 4
 _LEAST_SECONDS: Final = 0.5
@@ -365,7 +365,7 @@ class Covering:
     def _hold_out(self, grid: Grid, left: IntArray) -> Shape:
         """Raise the grid by the largest error on shapes that are no nodes; return that shape.
 
-        Of its two ways between sizes the grid takes the one with the smaller error.
+        `by_area` becomes what gives the smaller error.
         """
         left = left[(left[:, 0] <= grid.most) & (grid.bytes_at(left) <= self._room)]
         shapes = []
