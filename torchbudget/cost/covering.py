@@ -19,7 +19,7 @@ from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along, numbers
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shapes that are drawn to see what pieces hold.
 _DRAWN: Final = 400
@@ -37,13 +37,13 @@ _OFF: Final = 0.01
 _MOST_SECONDS: Final = 60.0
 # In a column, each number of samples is at least so many times the one before.
 _NEAR: Final = 1.5
-# A trace is given up after this multiple of the seconds that two samples took: a trace with
-# symbols, and a trace of many samples. Two samples count as half a second at least.
-_LOOPING_SYMBOLS: Final = 16
-_LOOPING: Final = 4
+# A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
+# samples took, which count as half a second at least: does it loop?
+_LOOPING: Final = 16
 _LEAST_SECONDS: Final = 0.5
 # Of a CTC model with strides, 8 held-out shapes showed 0.4 % of the 2.5 % that others were too low.
 _HELD_OUT: Final = 24
+_LEAST_HELD_OUT: Final = 6  # where time is up
 # Beyond these the kept sums are looked for, too: of many samples others are the peak.
 _MANY: Final = 2**20
 
@@ -80,6 +80,7 @@ class Covering:
     _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
+    _reached: int = MAX_BYTES  # the most bytes of a trace that was not given up
 
     def cover(self) -> None:
         """Trace until every shape of the domain is held by a piece or in the grid.
@@ -143,7 +144,7 @@ class Covering:
 
     def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
-            limit = self._limit(self.subject.domain.smallest, _LOOPING_SYMBOLS)
+            limit = self._limit(self.subject.domain.smallest)
             trace = self.tracer.symbolic(recipe, shape, limit)
             trace.failed([shape])
             trace.piece([shape], []).in_n(np.array([shape[1:]]))
@@ -278,10 +279,10 @@ class Covering:
     def _room(self) -> float:
         return math.inf if self.room is None else self.room
 
-    def _limit(self, size: tuple[int, ...], times: int) -> float:
-        """The most seconds of a trace, as a multiple of those for two samples of a size."""
+    def _limit(self, size: tuple[int, ...]) -> float:
+        """The most seconds of a trace, by those of two samples of a size."""
         two = self._concrete.get((2, *size))
-        return math.inf if two is None else times * max(two.seconds, _LEAST_SECONDS)
+        return math.inf if two is None else _LOOPING * max(two.seconds, _LEAST_SECONDS)
 
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
@@ -305,7 +306,9 @@ class Covering:
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
         by_area = self.grid is None or self.grid.by_area
-        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area)
+        return Grid(
+            tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, self._reached
+        )
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, float]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
@@ -322,13 +325,13 @@ class Covering:
         while known[high] < self._room and high < most:
             slope = max((known[high] - known[low]) / (high - low), 1e-9)
             aim = high + (self._room - known[high]) / slope
-            low, high = high, int(min(max(aim, 2 * high), 16 * high, most))
+            low, high = high, int(min(max(aim, 2 * high), 4 * high, most))
             try:
-                known[high] = value(high, self._limit(size, _LOOPING))
-            except UntraceableError:  # a loop over the samples
-                most = self.most_n = max(high // 8, low)
-                high = low
-                low = sorted(known)[-2]
+                known[high] = value(high, self._limit(size))
+            except UntraceableError:  # it loops over samples, or over their parts
+                self._reached = min(self._reached, math.ceil(known[low]))
+                break
+        high = max(known)
         if size in self._symbolic:  # any number that it holds costs nothing
             trace = self._symbolic[size]
             shapes = np.array([(n, *size) for n in numbers_up_to(high)])
@@ -371,10 +374,12 @@ class Covering:
 
         `by_area` becomes what gives the smaller error.
         """
-        left = left[(left[:, 0] <= grid.most) & (grid.bytes_at(left) <= self._room)]
-        shapes = []
+        most = min(self._room, self._reached)
+        left = left[(left[:, 0] <= grid.most) & (grid.bytes_at(left) <= most)]
+        shapes: list[Shape] = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
-            if time.process_time() > self._deadline + _MOST_SECONDS / 2:
+            late = time.process_time() > self._deadline + _MOST_SECONDS / 2
+            if late and len(shapes) >= _LEAST_HELD_OUT:
                 break
             shapes.append(self._limited(tuple(shape)))
             self._at(shapes[-1])
@@ -389,7 +394,7 @@ class Covering:
             worst = int(shares.argmax())
             one = replace(
                 one, raised_share=float(shares[worst]), raised_bytes=float(most),
-                num_held_out=len(shapes),
+                num_held_out=len(shapes), error=float(np.abs(found / real - 1).max()),
             )  # fmt: skip
             ways.append((one, shapes[worst]))
         self.grid, outlier = min(ways, key=lambda way: way[0].raised_share)
@@ -410,10 +415,13 @@ class Covering:
         if self.grid is not None:
             why = self.reason and f" ({self.reason})"
             most = format_bytes(math.ceil(self.grid.raised_bytes))
+            known = f"up to {self.grid.most:,} samples"
+            if self._reached < MAX_BYTES:
+                known += f" and {format_bytes(self._reached)}"
             self.subject.notes.append(
-                f"interpolated where no expression holds{why}, for batches of up to "
-                f"{self.grid.most:,} samples; the largest error on {self.grid.num_held_out} other "
-                f"shapes, {self.grid.raised_share:.2%}, but no more than {most}, is added there"
+                f"interpolated where no expression holds{why}, for batches of {known}; the "
+                f"largest error on {self.grid.num_held_out} other shapes, "
+                f"{self.grid.raised_share:.2%}, but no more than {most}, is added there"
             )
 
 

@@ -248,7 +248,7 @@ class MeasuredCost:
         grid = self.grid
         if not inside or grid is None:
             return "raised"
-        tested = grid.num_held_out and grid.raised_share <= _TESTED
+        tested = grid.num_held_out and grid.error <= _TESTED
         return "tested" if tested else "interpolated"
 
     def _shapes(self, n: ArrayLike, padded_size: ArrayLike) -> tuple[IntArray, tuple[int, ...]]:

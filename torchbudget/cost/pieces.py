@@ -165,6 +165,7 @@ class Grid:
             other shapes,
         raised_bytes: and of these bytes, the largest error there in bytes.
         num_held_out: the number of these other shapes.
+        error: the largest error on them before bytes are raised, as a share, of either sign.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -176,6 +177,7 @@ class Grid:
     raised_share: float = 0.0
     raised_bytes: float = 0.0
     num_held_out: int = 0
+    error: float = 0.0
 
     @property
     def floor(self) -> float:

@@ -668,10 +668,11 @@ def _workspace_bytes(known: str, arguments: Sequence[Any]) -> int:
 
 # Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
-    torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten.bincount.default: _bincount,
     torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
+if hasattr(torch.ops.aten, "_grouped_mm"):  # since torch 2.8
+    _WITHOUT_VALUES[torch.ops.aten._grouped_mm.default] = _grouped_mm
