@@ -23,7 +23,9 @@ from tests.support.sampler_cases import (
     cases,
     check_batch,
     check_state_size,
+    check_units,
     samplers,
+    sharing_ranks,
 )
 from tests.support.samplers import TOKENS, counted
 from tests.support.strategies import formulas
@@ -82,6 +84,8 @@ def test_epochs_keep_their_laws(case: Any) -> None:
             assert each or all(mine == of_ranks[0] for mine in of_ranks)
         steps = those[0].steps
         assert all(one.steps == steps for one in those)
+        if "units" in options:
+            check_units(epochs, steps, options)
         assert sum(steps) == length
         if each is None:
             assert set(steps) <= {1}
@@ -89,6 +93,8 @@ def test_epochs_keep_their_laws(case: Any) -> None:
             ends = np.cumsum(steps)
             rounds = [sum(map(len, batches)) for batches in zip(*epochs, strict=True)]
             *full, last = np.add.reduceat(rounds, ends - np.array(steps)).tolist()
+            if "units" in options:
+                continue
             assert set(full) <= {each}
             assert last == each if options["drop_last"] else 0 < last < 2 * each + ranks
         if "batches_per_epoch" not in options:
@@ -162,7 +168,7 @@ def test_epochs_of_a_given_length_go_on_in_the_order(case: Any, data: st.DataObj
         state = those[0].state_dict()
         assert all(as_json(one.state_dict()) == state for one in those)
         assert state["done"] == (done + some) % number
-        ranks = data.draw(st.integers(1, min(8, len(sizes), options["window"])))
+        ranks = data.draw(st.integers(1, min(8, sharing_ranks(options, len(sizes)))))
         budget *= data.draw(st.sampled_from([1, 1, 2]))
     if not (options["drop_last"] or "weights" in options):
         passes = [came[index] for index in range(len(sizes))]
@@ -251,8 +257,7 @@ def test_resuming_elsewhere_brings_every_remaining_sample_once(
         if "groups" in options:  # each of them is shared by the ranks
             of_groups = np.bincount(options["groups"], [remaining[i] for i in range(len(sizes))])
             left = int(min(of_groups[of_groups > 0], default=1))
-        if ranks > min(left, options.get("window", left), options.get("samples_per_step", left)):
-            ranks = 1
+        ranks = ranks if ranks <= sharing_ranks(options, left) else 1
         those = samplers(sizes, cost, budget, ranks, **options)
         for sampler in those:
             sampler.load_state_dict(as_json(state))

@@ -22,7 +22,13 @@ from tests.fuzzing.faults import drawn
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refused, accepted, reasons_of
 from tests.support.resuming import as_json
-from tests.support.sampler_cases import cases, check_batch, check_state_size, samplers
+from tests.support.sampler_cases import (
+    cases,
+    check_batch,
+    check_state_size,
+    samplers,
+    sharing_ranks,
+)
 from tests.support.samplers import counted
 
 EPOCHS = 2
@@ -181,8 +187,6 @@ class Chain:
         left = len(self.kept)
         if "batches_per_epoch" not in self.options and self.epoch < EPOCHS:
             left -= self.came[self.epoch].total()
-        each = self.options.get("samples_per_step", left)
-        if ranks > min(left, self.options.get("window", left), each):
-            ranks = 1
+        ranks = ranks if ranks <= sharing_ranks(self.options, left) else 1
         before, self.now = self.now, (ranks, budget)
         return self.now != before

@@ -85,8 +85,13 @@ def reasons_of(
     """
     groups = options.get("groups")
     mixed = groups is not None and "samples_per_step" in options
-    few = groups is not None and np.unique(groups, return_counts=True)[1].min() < ranks
-    uneven = mixed or not two_fit(sizes, cost, budget, options)
+    units = options.get("units", np.arange(len(sizes)))
+    labels = units[0] if isinstance(units, tuple) else units
+    few = False
+    if groups is not None:
+        pairs = set(zip(groups.tolist(), labels.tolist(), strict=True))
+        few = min(Counter(group for group, _ in pairs).values()) < ranks
+    uneven = mixed or "units" in options or not two_fit(sizes, cost, budget, options)
     return {
         "cannot be dealt evenly": ranks > 1 and uneven,
         f"too few for {ranks} ranks": few,

@@ -73,7 +73,62 @@ def cases(
         options["groups"] = rng.integers(0, draw(st.integers(1, 3)), len(sizes))
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
+    steps = "samples_per_step" in options
+    whole = fits and (steps or not options["drop_last"]) and draw(st.booleans())
+    if not weighted and (steps or whole) and draw(st.integers(0, 2)) == 0:
+        budget = together(draw(st.integers(0, 2**32)), sizes, cost, budget, options, whole=whole)
+        ranks = min(ranks, sharing_ranks(options, len(sizes)))
     return sizes, cost, budget, ranks, options
+
+
+def together(
+    seed: int, sizes: Any, cost: Any, budget: int, options: dict[str, Any], *, whole: bool
+) -> int:
+    """Put units among the options, of one group each, and return a budget that fits them whole."""
+    rng, n = np.random.default_rng(seed), len(sizes)
+    labels = rng.integers(0, max(n // rng.integers(1, 5), 1), n)
+    labels += n * np.asarray(options.get("groups", 0))
+    options["units"] = (labels, "micro_batch") if whole else labels
+    if whole:
+        multiple, most = options["size_multiple"], options.get("max_batch_size")
+        units = [np.flatnonzero(labels == one) for one in set(labels.tolist())]
+        options["batch_size_multiple"] = 1
+        options["max_batch_size"] = most and max(most, *map(len, units), 1)
+        options["limits"] = [
+            (model, max(amount, *(bytes_of(sizes, model, unit, multiple) for unit in units), 0))
+            for model, amount in options["limits"]
+        ]
+        budget = max(budget, *(bytes_of(sizes, cost, unit, multiple) for unit in units), 0)
+    return budget
+
+
+def sharing_ranks(options: dict[str, Any], left: int) -> int:
+    """The largest number of ranks that can share a window; `left` samples are left of the pass."""
+    window = options.get("window", options.get("samples_per_step", left))
+    if "units" in options:
+        labels = labels_of(options)
+        units = len(set(labels.tolist()))
+        window = max(round(window * units / len(labels)), 1)
+    return int(min(window, left))
+
+
+def labels_of(options: dict[str, Any]) -> Any:
+    """Each sample's unit."""
+    given = options["units"]
+    return given[0] if isinstance(given, tuple) else given
+
+
+def check_units(epochs: Any, steps: list[int], options: dict[str, Any]) -> None:
+    """A unit's samples come on one rank, in one step; or in one micro-batch."""
+    labels, whole = labels_of(options), isinstance(options["units"], tuple)
+    step_of = np.repeat(np.arange(len(steps)), steps)
+    places: dict[int, set[Any]] = {}
+    for rank, batches in enumerate(epochs):
+        for number, batch in enumerate(batches):
+            place = rank, number if whole else step_of[number]
+            for index in batch:
+                places.setdefault(int(labels[index]), set()).add(place)
+    assert all(len(found) == 1 for found in places.values()), "a unit was split"
 
 
 def samplers(sizes: Any, cost: Any, budget: int, ranks: int, **options: Any) -> Any:

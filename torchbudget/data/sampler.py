@@ -27,9 +27,8 @@ from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
-from torchbudget.plan.groups import Groups
 from torchbudget.plan.order import Order, weights_of
-from torchbudget.plan.oversize import Oversize, skipped_samples
+from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.plan import MicroBatch, Plan, Window
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
@@ -81,7 +80,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         groups: one label a sample, ints or text, shape `(N,)`: no micro-batch has samples of two
             groups. Windows are of one group each, so that all ranks of a round have the same one;
             with `samples_per_step` they mix groups, and ranks of a round may differ.
-        oversize: the fate of a sample that alone is over the budget or a limit: `"raise"`, `"skip"`
+        units: one label a sample, as `groups`: the order permutes units, and the samples of a unit
+            stay on one rank within one step, of about `samples_per_step` samples. A pair
+            `(labels, "micro_batch")`: they stay in one micro-batch.
+        oversize: the fate of a sample (or a unit of one micro-batch) that alone is over the budget
+            or a limit: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
             measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
@@ -134,6 +137,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         size_multiple: int = 1,
         limits: Sequence[tuple[CostModel, Amount]] = (),
         groups: npt.ArrayLike | None = None,
+        units: Any = None,
         oversize: Oversize = "raise",
         balance: CostModel | None = None,
         batches_per_epoch: int | None = None,
@@ -166,16 +170,24 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             balance=balance,
         )
         check_cost(rules, table.values, table.largest)
-        skipped = skipped_samples(table, rules, oversize)
-        apart = samples_per_step is None
-        order = Order(
-            dataset_length=len(table),
-            skipped=skipped,
+        order = Order.of(
+            table,
+            rules,
+            oversize,
+            apart=samples_per_step is None,
+            groups=groups,
+            units=units,
             shuffle=shuffle,
             weights=weights_of(weights),
             seed=natural("seed", seed),
-            groups=None if groups is None else Groups.of(groups, skipped, len(table), apart=apart),
         )
+        if order.units is not None and samples_per_step is None:
+            for name, given in (("labels alone", not order.units.whole), ("drop_last", drop_last)):
+                if given:
+                    raise OptionError(
+                        f"units with {name} need samples_per_step; without it, a micro-batch is a "
+                        "step: units=(labels, 'micro_batch') keep each unit in one, all of them"
+                    )
         self.cost = cost
         self._ranks = ranks
         self._order = order_identity(order, table.fingerprint)
@@ -393,12 +405,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             (f"oversize='skip' (at index {first} first)", first is not None, "use 'alone'"),
             ("drop_last", plan.drop_last, "leave it out"),
             ("weights", plan.order.weights is not None, "leave it out"),
+            ("units", plan.order.units is not None, "leave them out"),
             ("batches_per_epoch", plan.batches_per_epoch is not None, "leave it out"),
         ):
             if given:
                 raise OptionError(
-                    f"{name} leaves samples out or repeats them, so that some would have no "
-                    f"output, or several: {instead}"
+                    f"{name} leaves samples out, repeats them or cannot be dealt to any number of "
+                    f"ranks, so that some would have no output, or several: {instead}"
                 )
         before = vars(self).copy()
         self._begin_at(Cursor(epoch=self.epoch))

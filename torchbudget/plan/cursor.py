@@ -48,7 +48,7 @@ class Cursor:
         number: of the pass, from 0. Only epochs of a given length have others.
         start: first position of the window.
         stop: the position after its last one.
-        left: the window's positions that were dealt, shape `(stop − start,)`; `None`: all.
+        left: which of the window's samples were dealt, shape `(samples,)`; `None`: all.
         rounds: micro-batches of the window that each rank is done with.
         done: micro-batches of the epoch that each rank is done with, those included, as the ranks
             were then.
@@ -143,10 +143,6 @@ class Cursor:
         positions = len(plan.order)
         if not start <= stop <= positions:
             raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
-        if rounds > stop - start:
-            raise StateError(
-                f"the state's rounds, {rounds}, are more than its window's {stop - start} samples"
-            )
         found = cls(
             epoch=epoch,
             first=first,
@@ -159,12 +155,17 @@ class Cursor:
         )
         if found.plan is None:
             return found
+        as_cut = plan.sorted_positions(found, strips)
+        if rounds > len(as_cut):
+            raise StateError(
+                f"the state's rounds, {rounds}, are more than its window's {len(as_cut)} samples"
+            )
         same = state["dealing"] == plan.dealing_digest
         text = state["dealt"] if same else state["left"]
         if text is None:
             return replace(found, rounds=rounds if same else 0)
-        left = np.zeros(stop - start, np.bool_)
-        left[plan.sorted_positions(found, strips)] = _mask(text, stop - start)
+        left = np.empty(len(as_cut), np.bool_)
+        left[as_cut] = _mask(text, len(as_cut))
         return replace(found, left=left, rounds=rounds if same else 0)
 
 

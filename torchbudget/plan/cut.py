@@ -100,6 +100,8 @@ class Windows(ABC):
         sizes: shape `(windows, S)` or `(windows, S, d)`.
         order: order of the samples in each window, shape `(windows, S)`.
         rules: budget and options of a micro-batch.
+        units: number of the unit of each sample of a single window, shape `(S,)`: no run divides
+            one. `None`: each sample is one.
 
     Attributes:
         samples: places in the given sizes, window after window, shape `(windows·S,)`.
@@ -108,9 +110,18 @@ class Windows(ABC):
         ends: numbers of the last runs of a single window, of each group.
     """
 
-    def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
+    def __init__(
+        self,
+        sizes: npt.NDArray[Any],
+        order: IntArray,
+        rules: BatchRules,
+        units: IntArray | None = None,
+    ) -> None:
         windows, self.length = sizes.shape[:2]
-        self.rules = rules
+        self.rules, self.units = rules, units
+        if units is not None:  # each of them stands where the first of its samples does
+            _, first, unit = np.unique(units[order[0]], return_index=True, return_inverse=True)
+            order = order[:, np.argsort(first[unit], kind="stable")]
         self.samples = (order + np.arange(windows)[:, None] * self.length).reshape(-1)
         flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
@@ -125,6 +136,27 @@ class Windows(ABC):
         Args:
             budgets: bytes, shape `(windows,)`.
         """
+
+    @property
+    def firsts(self) -> IntArray:
+        """Places at which a run may start, ascending from 0: those of a window's units."""
+        if self.units is None:
+            return np.arange(self.length)
+        return np.flatnonzero(np.diff(self.units[self.samples], prepend=-1))
+
+    def ended(self, at: IntArray, runs: IntArray) -> IntArray:
+        """Runs from `at` on, shortened to where one may end; shapes `(k,)`."""
+        runs = self.rules.rounded(runs)
+        if self.units is None:
+            return runs
+        ends = np.append(self.firsts, self.length)
+        stops = at + np.minimum(runs, self.length - at)
+        stops = ends[np.searchsorted(ends, stops, side="right") - 1]
+        least = ends[np.minimum(np.searchsorted(ends, at, side="right"), len(ends) - 1)]
+        shortened: IntArray = (
+            np.maximum(stops, least) - at
+        )  # a unit that is over the budget stands alone
+        return shortened
 
     def least_padded(self, row: int, starts: IntArray) -> IntArray:
         """Move cut points between the same number of runs so that padding shrinks.
@@ -142,12 +174,15 @@ class SortedWindows(Windows):
     Args:
         sizes: shape `(windows, S)`.
         rules: budget and options of a micro-batch.
+        units: see `Windows`.
 
     A cut takes O(distinct sizes) in NumPy and O(micro-batches) in Python.
     """
 
-    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules) -> None:
-        super().__init__(sizes, arrange(sizes, 1), rules)
+    def __init__(
+        self, sizes: npt.NDArray[Any], rules: BatchRules, units: IntArray | None = None
+    ) -> None:
+        super().__init__(sizes, arrange(sizes, 1), rules, units)
         # Along one axis capacities under the whole budget are looked up by size.
         self._table = rules.table(int(self.sizes[:, 0].max()))
         self._kinds: list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]] = []
@@ -165,8 +200,9 @@ class SortedWindows(Windows):
         return [*starts, self.length - rest] if rest else starts
 
     def least_padded(self, row: int, starts: IntArray) -> IntArray:
-        """See `Windows.least_padded`; runs whose lengths must be multiples are not moved."""
-        if self.rules.batch_size_multiple > 1 or len(starts) > _MOST_RUNS:
+        """See `Windows.least_padded`; runs of units, or of multiples, are not moved."""
+        multiple = self.rules.batch_size_multiple
+        if multiple > 1 or self.units is not None or len(starts) > _MOST_RUNS:
             return starts
         which, most = self._longest(row, self.rules.budget_bytes)
         sizes, multiple = self.sizes[row].data, self.rules.size_multiple
@@ -180,10 +216,11 @@ class SortedWindows(Windows):
         else:
             values, which = self._kinds_of(row)
             most = rules.rounded(rules.capacity(values, budget))
-        if self.summed is None:
+        if self.summed is None and self.units is None:
             return which.data, most.data
-        # Runs that keep a sum depend on each sample of them, so that each is a kind.
-        return range(self.length), rules.rounded(np.minimum(most[which], self.summed[row])).data
+        # Runs that keep a sum, or units, depend on each sample of them, so that each is a kind.
+        runs = np.minimum(most[which], self.length if self.summed is None else self.summed[row])
+        return range(self.length), self.ended(np.arange(self.length), runs).data
 
     def _kinds_of(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         """The distinct sizes of a window, and each sample's number among them."""
@@ -271,10 +308,17 @@ class TiledWindows(Windows):
         sizes: shape `(windows, S, d)`.
         order: order of the samples in each window, shape `(windows, S)`: see `arrange`.
         rules: budget and options of a micro-batch.
+        units: see `Windows`.
     """
 
-    def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
-        super().__init__(sizes, order, rules)
+    def __init__(
+        self,
+        sizes: npt.NDArray[Any],
+        order: IntArray,
+        rules: BatchRules,
+        units: IntArray | None = None,
+    ) -> None:
+        super().__init__(sizes, order, rules, units)
         axes = range(sizes.shape[2])
         smallest = np.array([self.sizes[..., axis].min() for axis in axes])
         self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self.length)
@@ -307,7 +351,8 @@ class TiledWindows(Windows):
             runs[at[found] - row * self.length] = low[found]
             at, low, high = at[~found], low[~found], high[~found]
             tried = (low + high + 1) // 2
-        return _jumps(range(self.length), self.rules.rounded(runs).data, self.length)
+        runs = self.ended(np.arange(self.length), runs)
+        return _jumps(range(self.length), runs.data, self.length)
 
     def _lockstep(self, budgets: IntArray) -> IntArray:
         """Starts in all windows, ascending, shape `(trials, windows)`; S where none was found.
@@ -327,7 +372,7 @@ class TiledWindows(Windows):
             low, high = self._bounds(at, tried, low, high, budgets)
             guessed, found = found, low >= high
             if found.any():
-                run = np.where(found, self.rules.rounded(low), run)
+                run = np.where(found, self.ended(start, low), run)
                 # A window that is done stays at its end.
                 start = np.where(found, np.minimum(start + run, length), start)
                 starts.append(np.where(found, start, length))

@@ -14,11 +14,6 @@ from torchbudget.plan.cut import SortedWindows, Windows
 
 # Precision of a lowered budget, as a part of the budget.
 _PRECISION: Final = 2**11
-# Exchanges between the costliest and the cheapest rank; on measured data the eighth gains nothing.
-_EXCHANGES: Final = 12
-# Exchanges compare all pairs of micro-batches of two ranks. With more micro-batches than these on
-# each rank, sums are even without exchanges.
-_EXCHANGE_ROUNDS: Final = 64
 _HALVINGS: Final = 12
 # Runs of the tail, one for each rank and distinct size, that are computed together: 4,096 ranks and
 # lengths up to 100,000 would take gigabytes.
@@ -73,10 +68,10 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     if most > length and not ranks.repeats:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
-            f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be dealt "
-            f"evenly to {ranks.number} ranks{multiples} without repeating or dropping "
-            f"one; use at least {most} samples, another number of ranks or a larger budget; a "
-            "sampler or stream can drop the rest (drop_last=True)"
+            f"{length} samples (or units) that need {int(micro_batches.max())} micro-batches "
+            f"cannot be dealt evenly to {ranks.number} ranks{multiples} without repeating or "
+            f"dropping one; use at least {most} samples, another number of ranks or a larger "
+            "budget; a sampler or stream can drop the rest (drop_last=True)"
         )
     return rounds
 
@@ -147,36 +142,6 @@ def split_to(
     return np.sort(np.append(starts, np.array(more, np.int64)))
 
 
-def deal_steps(costs: IntArray, ranks: int) -> IntArray:
-    """Give every rank as many micro-batches, and sums of costs that are as equal as can be.
-
-    For windows that are steps: ranks wait for each other once a window. `deal_rounds` deals the
-    micro-batches by their costs; then the costliest and the cheapest rank exchange micro-batches
-    while that brings their sums together.
-
-    Args:
-        costs: shape `(windows, rounds·ranks)`, filled up with whole rounds of −1.
-        ranks: number of ranks.
-
-    Returns:
-        Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`; in every round
-        the next costliest of each rank, and rounds of −1 last.
-    """
-    order = deal_rounds(costs, costs, ranks)
-    if ranks == 1:
-        return order
-    flat = order.reshape(len(order), -1)
-    weighed = np.take_along_axis(costs, flat, axis=1).reshape(order.shape)
-    # Each window by itself: its deal must not depend on the windows that are planned with it.
-    few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
-    if few.any():
-        some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
-        _exchange(some, chosen)
-        weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS] = some, chosen
-    again = np.argsort(-weighed, axis=1, kind="stable")
-    return np.take_along_axis(order, again, axis=1)
-
-
 def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
     """Deal rounds of micro-batches that cost about the same, so that sums of weights are even.
 
@@ -215,33 +180,6 @@ def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
         order[each, at[:, None], least] = taken
         sums[each, least] += np.maximum(weighed[row, at], 0)
     return order
-
-
-def _exchange(weighed: IntArray, order: IntArray) -> None:
-    """Exchange micro-batches between the costliest and the cheapest rank of each window, in place.
-
-    The pair is exchanged whose difference is nearest to half of the gap between the two ranks.
-    """
-    windows, rounds, _ = weighed.shape
-    row = np.arange(windows)
-    for _ in range(_EXCHANGES):
-        sums = np.maximum(weighed, 0).sum(axis=1)
-        most, least = sums.argmax(axis=1), sums.argmin(axis=1)
-        gap = sums[row, most] - sums[row, least]
-        mine, theirs = weighed[row, :, most], weighed[row, :, least]
-        gain = mine[:, :, None] - theirs[:, None, :]
-        real = (mine[:, :, None] >= 0) & (theirs[:, None, :] >= 0)
-        helps = real & (gain > 0) & (gain < gap[:, None, None])
-        miss = np.where(helps, np.abs(2 * gain - gap[:, None, None]), np.iinfo(np.int64).max)
-        best = miss.reshape(windows, -1).argmin(axis=1)
-        take, give = np.divmod(best, rounds)
-        better = np.flatnonzero(helps.reshape(windows, -1)[row, best])
-        if not better.size:
-            return
-        one = (better, take[better], most[better])
-        other = (better, give[better], least[better])
-        for array in (weighed, order):
-            array[one], array[other] = array[other], array[one]
 
 
 def level(
@@ -298,7 +236,7 @@ class _Level:
         self._model = rules.work
         head = starts[:-1]
         work = rules.costs(self._model, np.diff(starts), rules.padded(sizes[head]))
-        self._dealt = deal_steps(work[None], ranks)[0]
+        self._dealt = deal_rounds(work[None], work[None], ranks)[0]
         self._sums = work[self._dealt].sum(axis=0)
         # The longest samples of the tail go to the rank with the most room.
         self._order = np.argsort(self._sums, kind="stable")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import CostModel
-from torchbudget.plan.groups import Groups
+from torchbudget.plan.groups import Groups, Units
 from torchbudget.plan.order import Order
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
@@ -21,6 +21,7 @@ MEANING: Final = {
     "skipped": "the samples that are skipped as oversize",
     "weights": "the weights",
     "groups": "the samples' groups",
+    "units": "the samples' units",
 }
 # A cost is called with these numbers of samples, and this many sizes on a logarithmic scale.
 _NUMBERS: Final = np.array([1, 2, 3, 7, 64])
@@ -70,6 +71,11 @@ def _of_groups(groups: Groups) -> str:
     return fingerprint("apart", groups.members.astype(np.int64), groups.counts)
 
 
+def _of_units(units: Units) -> str:
+    form = "whole" if units.whole else "on one rank"
+    return fingerprint(form, units.members.astype(np.int64), units.firsts)
+
+
 def order_identity(order: Order, sizes: str) -> Plain:
     """The values that must be the same for a position to mean the same samples.
 
@@ -84,5 +90,6 @@ def order_identity(order: Order, sizes: str) -> Plain:
         "shuffle": order.shuffle,
         "weights": None if order.weights is None else fingerprint(order.weights),
         "groups": None if order.groups is None else _of_groups(order.groups),
+        "units": None if order.units is None else _of_units(order.units),
         "seed": order.seed,
     }

@@ -15,6 +15,7 @@ from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.groups import Labels
 from torchbudget.plan.oversize import Oversize, oversized
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, solve, without_last
@@ -96,14 +97,14 @@ class ByCost:
             raise TypeError("a cost needs sizes")
         places = np.arange(len(sizes))
         if drop_last and len(sizes):
-            stays = without_last(self.rules, sizes, ranks, groups=groups)
+            stays = without_last(self.rules, sizes, ranks, labels=Labels(groups))
             places, sizes = places[stays], sizes[stays]
             groups = None if groups is None else groups[stays]
         if not len(sizes):
             return _NONE
         if len(sizes) < ranks.number:
             raise UnevenRanksError(f"{len(sizes)} samples for {ranks.number} ranks")
-        block = solve(self.rules, sizes[None], ranks, key, groups=groups)
+        block = solve(self.rules, sizes[None], ranks, key, labels=Labels(groups))
         starts, stops = block.starts.tolist(), block.stops.tolist()
         return Rounds(places[block.samples], starts, stops, block.amounts(self.rules).tolist())
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
-from torchbudget.plan.groups import Groups
+from torchbudget.plan.groups import Groups, Labels, Units
+from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.permutation import Permutation, Stream, WordArray, random_words
+from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.size_table import SizeTable
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,6 +35,7 @@ class Order:
         seed: of all randomness.
         groups: labels of the samples. Where windows are of one group each, positions are those of
             `Groups.members`, each group in an order of its own.
+        units: labels of samples that stay together. Positions are those of the units.
 
     Raises:
         OptionError: options that cannot hold together.
@@ -42,12 +47,51 @@ class Order:
     weights: FloatArray | None = None
     seed: int = 0
     groups: Groups | None = None
+    units: Units | None = None
+
+    @classmethod
+    def of(
+        cls,
+        table: SizeTable,
+        rules: BatchRules,
+        oversize: Oversize,
+        *,
+        apart: bool,
+        groups: npt.ArrayLike | None,
+        units: Any,
+        **options: Any,
+    ) -> Order:
+        """The order of a data set, with labels as users give them.
+
+        Args:
+            table: sizes of the samples.
+            rules: of a micro-batch, for the samples that are skipped.
+            oversize: see `oversized`.
+            apart: windows are of one group each.
+            groups: see `Groups.of`.
+            units: see `Units.of`.
+            options: further attributes.
+        """
+        together = None if units is None else Units.of(units, len(table))
+        if together is not None and together.whole and rules.batch_size_multiple > 1:
+            raise OptionError(
+                "units that stay in one micro-batch decide its number of samples: leave "
+                f"batch_size_multiple at 1, got {rules.batch_size_multiple}"
+            )
+        skipped = skipped_samples(table, rules, oversize, together)
+        together = None if together is None else together.without(skipped)
+        found = None
+        if groups is not None:
+            found = Groups.of(groups, skipped, len(table), apart=apart, units=together)
+        return cls(
+            dataset_length=len(table), skipped=skipped, groups=found, units=together, **options
+        )
 
     def __post_init__(self) -> None:
         if self.weights is None:
             return
-        if self.groups is not None:
-            raise OptionError("weights draw samples of all groups alike: leave groups or them out")
+        if self.groups is not None or self.units is not None:
+            raise OptionError("weights draw single samples: leave groups and units out, or them")
         if not self.shuffle:
             raise OptionError("weights draw at random: they need shuffle=True, got shuffle=False")
         if self.weights.shape != (self.dataset_length,):
@@ -64,13 +108,28 @@ class Order:
             raise OptionError("no sample that can be drawn has a weight above 0")
 
     def __len__(self) -> int:
-        """Positions in a pass: samples to draw from."""
+        """Positions in a pass: samples to draw from, or units."""
+        return self.samples if self.units is None else len(self.units)
+
+    @property
+    def samples(self) -> int:
+        """Samples to draw from."""
         return self.dataset_length - len(self.skipped)
 
     @property
     def apart(self) -> Groups | None:
         """The groups, where windows are of one group each."""
         return None if self.groups is None or self.groups.members is None else self.groups
+
+    def labels_of(self, indices: IntArray) -> Labels:
+        """Groups of the samples of a window that mixes them, and their units."""
+        groups, units = self.groups, self.units
+        mixed = groups is not None and groups.members is None
+        return Labels(
+            groups.codes[indices].astype(np.int64) if groups is not None and mixed else None,
+            None if units is None else units.codes[indices].astype(np.int64),
+            units is not None and units.whole,
+        )
 
     def check_length(self, dataset_length: int) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""
@@ -107,11 +166,16 @@ class EpochOrder:
             self._cumulative = np.cumsum(weights / weights.max())
 
     def indices(self, start: int, stop: int) -> IntArray:
-        """The indices of the samples at positions `start … stop`, int64, shape `(stop − start,)`.
+        """The indices of the samples at positions `start … stop`, int64.
 
-        O(stop − start) anywhere in the pass (times log N with weights). Where windows are of one
-        group each, the positions must be of one group.
+        Shape `(stop − start,)`, or more for units, one after the other. O(stop − start) anywhere in
+        the pass (times log N with weights). Where windows are of one group each, the positions must
+        be of one group.
         """
+        units, found = self._order.units, self._items(start, stop)
+        return found if units is None else units.samples(found)
+
+    def _items(self, start: int, stop: int) -> IntArray:
         order, groups = self._order, self._order.groups
         if groups is not None and groups.members is not None:
             group = groups.at(start)
@@ -129,7 +193,7 @@ class EpochOrder:
             ranks = _permutation(len(order), order.seed, *key).stretch(start, stop)
         else:
             ranks = np.arange(start, stop)
-        return order.to_index(ranks)
+        return ranks if order.units is not None else order.to_index(ranks)
 
     def _draw(self, cumulative: FloatArray, start: int, stop: int) -> IntArray:
         key = self._first, Stream.DRAW, self._number

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
+from torchbudget.plan.groups import Units
 from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.units import MAX_BYTES
@@ -30,18 +31,35 @@ def check_oversize(oversize: object) -> None:
         )
 
 
-def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> IntArray:
+def skipped_samples(
+    sizes: SizeTable, rules: BatchRules, oversize: Oversize, units: Units | None = None
+) -> IntArray:
     """The samples of a data set that are never drawn: see `oversized`.
 
-    O(1) if the largest size on every axis fits, else O(N).
+    O(1) if the largest size on every axis fits, else O(N). Units that stay in one micro-batch are
+    judged as a whole.
 
     Raises:
         OversizeError: also if every sample is over the budget with `"skip"`.
     """
     check_oversize(oversize)
-    if (rules.exceeded_alone(sizes.largest) < 0).all():
+    if units is not None and units.whole:
+        firsts = units.firsts[:-1]
+        over = np.flatnonzero(rules.exceeded_alone(sizes.values[units.members], firsts) >= 0)
+        if oversize == "alone" or not over.size:
+            return _NONE
+        message = (
+            f"{over.size:,} of {len(units):,} units are over the budget or a limit as a whole, the "
+            f"first that of index {units.members[firsts[over[0]]]}"
+        )
+        if oversize == "raise":
+            raise OversizeError(f"{message}; raise it, or choose oversize='skip' or 'alone'")
+        _log.warning("%s; they are skipped", message)
+        over = np.sort(units.samples(over))
+    elif (rules.exceeded_alone(sizes.largest) < 0).all():
         return _NONE
-    over = oversized(sizes.values, rules, oversize, lambda place: f"index {place}")
+    else:
+        over = oversized(sizes.values, rules, oversize, lambda place: f"index {place}")
     if over.size == len(sizes):
         raise OversizeError(
             f"all {len(sizes):,} samples are over the budget alone: nothing would be left to draw"

@@ -259,8 +259,8 @@ class Plan:
         order: which sample stands at which position.
         ranks: that share each window; with `even_sums` a window is an optimizer step, otherwise
             every micro-batch is one.
-        window: positions that are sorted and cut together, at least as many as there are ranks;
-            `None`: see `default_window`.
+        window: samples that are sorted and cut together; `None`: see `default_window`. Of units,
+            about as many: `Plan.window`, the positions in each, are at least the ranks' number.
         drop_last: drop an incomplete last window (where a window is a step), or else the last
             micro-batch that could still have taken a sample.
         batches_per_epoch: micro-batches of an epoch on each rank. The data starts over where it
@@ -293,12 +293,16 @@ class Plan:
         if window is None:
             each = float((1 / rules.alike(survey)).mean())
             # Epochs that are not shuffled are alike anyway: there, no window is too wide.
-            positions = len(order) if order.shuffle else 4 * len(order)
+            positions = order.samples if order.shuffle else 4 * order.samples
             window = default_window(number, positions=positions, micro_batches=each)
+        self.window_samples = window
         window = min(window, _MOST_POSITIONS)
+        if order.units is not None:
+            window = max(round(window * len(order) / order.samples), 1)
         if window < number:
             name = "samples_per_step" if ranks.even_sums else "window"
-            raise OptionError(f"{name}={window} is below the number of ranks, {number}")
+            of = "" if order.units is None else f" units ({self.window_samples} samples)"
+            raise OptionError(f"{name}={window}{of} is below the number of ranks, {number}")
         if ranks.even_sums and drop_last and len(order) < window:
             raise OptionError(
                 f"drop_last=True leaves nothing: {len(order)} samples do not fill one step of "
@@ -306,11 +310,12 @@ class Plan:
             )
         # A window can be impossible to deal evenly only where no two samples fit together, and
         # never if it has a multiple of the ranks' number.
-        pairs = bool(rules.alike(sizes.largest) >= 2)
+        pairs = order.units is None and bool(rules.alike(sizes.largest) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
         mixed = order.groups is not None and order.apart is None
         self._last_is_even = number == 1 or (pairs and not mixed)
-        self._all_are_even = self._last_is_even or self.window % number == 0
+        by_unit = order.units is not None and not order.units.whole
+        self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
         self.strips = best_strips(survey[: self.window], rules)
         self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
@@ -330,7 +335,7 @@ class Plan:
             self.rules if cost is None else replace(self.rules, cost=cost),
             self.order,
             self.ranks if ranks is None else replace(self.ranks, number=ranks),
-            window=self.window if ranks is None else window,
+            window=self.window_samples if ranks is None else window,
             drop_last=self.drop_last,
             batches_per_epoch=self.batches_per_epoch,
         )
@@ -481,14 +486,21 @@ class Plan:
         end = self._end(stop, start)
         while True:
             if 0 < end - stop < self.ranks.number:
-                left, stop = _joined(left, stop - start, end - stop), end
+                left, stop = self._joined(cursor, left, stop, end), end
             try:
                 return self._span(cursor, start, stop - start, 1, left), stop
             except UnevenRanksError:
                 if stop == end:
                     raise
             more = min(self.window, end - stop)
-            left, stop = _joined(left, stop - start, more), stop + more
+            left, stop = self._joined(cursor, left, stop, stop + more), stop + more
+
+    def _joined(self, cursor: Cursor, left: BoolArray | None, stop: int, end: int) -> BoolArray:
+        """Which samples are left of a cursor's window that later positions join."""
+        order = self._order_of(cursor)
+        if left is None:
+            left = np.ones(len(order.indices(cursor.start, stop)), np.bool_)
+        return np.append(left, np.ones(len(order.indices(stop, end)), np.bool_))
 
     def _span(
         self,
@@ -522,8 +534,8 @@ class Plan:
             numbers=numbers,
             shuffle=order.shuffle,
         )
-        codes = self._codes_of(indices)
-        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips, groups=codes)
+        labels = self.order.labels_of(indices)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips, labels=labels)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -532,8 +544,9 @@ class Plan:
     def _whole(self, start: int, tail: int) -> Iterator[tuple[int, int]]:
         """The starts of blocks of whole windows, and how many windows each has: more and more."""
         samples = _WIDE_BLOCK_SAMPLES if self.sizes.axes > 1 else _BLOCK_SAMPLES
-        one_by_one = self.rules.packing is not None or self.order.groups is not None
-        most = 1 if one_by_one else max(samples // self.window, 1)
+        order = self.order
+        labels = order.groups is not None or order.units is not None
+        most = 1 if labels or self.rules.packing is not None else max(samples // self.window, 1)
         windows = 1
         while start < tail:
             windows = min(windows, (tail - start) // self.window)
@@ -646,13 +659,6 @@ class Plan:
         # The indices are in range by construction: "clip" spares NumPy checking each of them.
         return self.sizes.values.take(indices, axis=0, mode="clip")
 
-    def _codes_of(self, indices: IntArray) -> IntArray | None:
-        """Groups of the samples of a window that mixes them."""
-        groups = self.order.groups
-        if groups is None or groups.members is not None:
-            return None
-        return groups.codes[indices].astype(np.int64)
-
     def _order_of(self, cursor: Cursor) -> EpochOrder:
         known = self._pass_order  # read once: another thread may read another pass
         if known is None or known[0] != cursor.pass_key:
@@ -664,8 +670,8 @@ class Plan:
     def left_of(self, cursor: Cursor) -> BoolArray | None:
         """Which positions of the window that a cursor stands in are still to come.
 
-        The cursor must be this plan's. Shape `(stop − start,)`; `None`: all. O(the window's samples
-        · log), once for a window.
+        The cursor must be this plan's. Shape `(samples of the window,)`; `None`: all. O(the
+        window's samples · log), once for a window.
         """
         if not cursor.rounds:
             return cursor.left
@@ -683,14 +689,14 @@ class Plan:
         rounds[block.samples] = block.for_samples(np.arange(len(block.starts)) // self.ranks.number)
         if cursor.left is None:
             return rounds
-        spread = np.full(length, -1)
+        spread = np.full(len(cursor.left), -1)
         spread[cursor.left] = rounds
         return spread
 
     def sorted_positions(self, cursor: Cursor, strips: int) -> IntArray:
         """The positions of a cursor's window in the order in which so many strips cut it.
 
-        Shape `(stop − start,)`; a function of the sizes: see `arrange`.
+        Shape `(samples of the window,)`; a function of the sizes: see `arrange`.
         """
         sizes = self._sizes_at(self._order_of(cursor).indices(cursor.start, cursor.stop))
         positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
@@ -752,8 +758,8 @@ class Plan:
         if not length:
             return 0
         indices, sizes = self._samples(cursor, start, length, windows, left)
-        codes = self._codes_of(indices)
-        rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, groups=codes)
+        labels = self.order.labels_of(indices)
+        rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, labels=labels)
         return int(rounds.sum())
 
     # ------------------------------------------------------------------ what an epoch holds
@@ -796,8 +802,3 @@ class Plan:
 def _with(groups: tuple[int, ...], group: int, more: int) -> tuple[int, ...]:
     """Samples of each group that are done, with more of one group."""
     return (*groups[:group], groups[group] + more, *groups[group + 1 :])
-
-
-def _joined(left: BoolArray | None, length: int, more: int) -> BoolArray:
-    """Which samples are left of a window that later ones join."""
-    return np.append(np.ones(length, np.bool_) if left is None else left, np.ones(more, np.bool_))

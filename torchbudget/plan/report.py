@@ -84,11 +84,15 @@ class PlanReport:
     def rows(self) -> list[tuple[str, str]]:
         """The table as text: a name and a value in each row."""
         axes = [f"{share:.1%}" for share in self.axis_padding]
+        each = self.samples / max(self.steps, 1)
         by_axis = f" ({', '.join(axes)} by axis)" if len(axes) > 1 else ""
         return [
             ("micro-batches", f"{self.batches:,} on {self.ranks} rank(s)"),
             ("samples", f"{self.samples:,}, {self.smallest:,} to {self.largest:,} in a batch"),
-            ("optimizer steps", f"{self.steps:,} in {self.windows:,} windows"),
+            (
+                "optimizer steps",
+                f"{self.steps:,} in {self.windows:,} windows, {each:,.1f} samples each",
+            ),
             *(self._row(limit) for limit in self.limits),
             ("padding of elements", f"{self.padding:.1%}{by_axis}"),
             ("batches over budget", f"{self.over_budget:,}"),
@@ -196,7 +200,7 @@ def plan_report(
         windows=windows,
         ranks=ranks.number,
         imbalance=costliest / mean if mean else 1.0,
-        dropped=len(order) - samples,
+        dropped=order.samples - samples,
         skipped=len(order.skipped),
         advice=tuple(advice),
     )

@@ -246,15 +246,28 @@ class BatchRules:
                 np.minimum(longest[row], np.maximum(runs, 1), out=longest[row])
         return longest
 
-    def exceeded_alone(self, sizes: npt.NDArray[Any]) -> IntArray:
-        """The first of `limits` that a sample alone exceeds, −1: none; shape `(…)`."""
-        padded = self.padded(sizes)
-        fits = [self.cost.capacity(padded, self.budget_bytes) >= 1]
-        for limit in self.limits[1:]:
-            if limit.most is None:
-                fits.append(limit.cost.capacity(padded, limit.amount) >= 1)
+    def exceeded_alone(self, sizes: npt.NDArray[Any], firsts: IntArray | None = None) -> IntArray:
+        """The first of `limits` that a sample alone exceeds, −1: none; shape `(…)`.
+
+        Args:
+            sizes: shape `(…)` or `(…, d)`.
+            firsts: starts of units in one row of sizes, which are judged as a whole, shape
+                `(units,)`; `None`: samples are.
+        """
+        padded = longest = self.padded(sizes)
+        n = np.ones((), np.int64)
+        if firsts is not None:
+            n = np.diff(firsts, append=len(sizes))
+            longest = np.maximum.reduceat(padded, firsts, axis=0)
+        fits: list[npt.NDArray[np.bool_]] = []
+        for limit in self.limits:
+            if limit.name != "cost" and limit.most is not None:
+                fits.append(np.broadcast_to(limit.most >= n, fits[0].shape))
+            elif firsts is not None and isinstance(limit.cost, AdditiveCost):
+                sums = np.add.reduceat(limit.cost.item_bytes(padded), firsts)
+                fits.append(sums <= limit.cost.room_bytes(limit.amount))
             else:
-                fits.append(np.full_like(fits[0], limit.most >= 1))
+                fits.append(limit.cost.capacity(longest, limit.amount) >= n)
         return np.where(np.all(fits, axis=0), -1, np.argmin(fits, axis=0))
 
     def fits_alone(self, size: int) -> bool:

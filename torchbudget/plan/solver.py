@@ -8,31 +8,44 @@ the next: the solution is a function of the rules, the window's sizes, the ranks
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
+from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
-    deal_steps,
     least_rounds,
     level,
     lowest_budgets,
     rotate,
     split_to,
 )
-from torchbudget.plan.pack import PackedWindow
+from torchbudget.plan.groups import Labels
+from torchbudget.plan.pack import (
+    PackedWindow,
+    fewest_bins,
+    grouped_by,
+    of_items,
+    parts_of,
+    spread,
+    work_of,
+)
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules, Limit
+from torchbudget.units import MAX_BYTES
 
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
 _ONE_RANK: Final = Ranks()
+
+
+_NO_LABELS: Final = Labels()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,17 +196,25 @@ class GroupedWindow(Windows):
         groups: number of each sample's group, shape `(S,)`.
         rules: budget and options of a micro-batch.
         strips: see `solve`.
+        labels: the units.
     """
 
     def __init__(
-        self, sizes: npt.NDArray[Any], groups: IntArray, rules: BatchRules, strips: int | None
+        self,
+        sizes: npt.NDArray[Any],
+        groups: IntArray,
+        rules: BatchRules,
+        strips: int | None,
+        labels: Labels,
     ) -> None:
-        order = np.argsort(groups, kind="stable")
+        order, self._firsts = grouped_by(groups)
         super().__init__(sizes, order[None], rules)
+        self.units = labels.units if labels.whole else None
         self._given = self.samples, self.sizes
-        self._firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
-        parts = np.split(self.sizes, self._firsts[1:], axis=1)
-        self._parts = [_arranged(part, rules, strips) for part in parts]
+        self._parts = [
+            _arranged(sizes[:, places], rules, strips, labels.take(places))
+            for places in np.split(order, self._firsts[1:])
+        ]
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`."""
@@ -216,21 +237,20 @@ class GroupedWindow(Windows):
 
 
 def _arranged(
-    sizes: npt.NDArray[Any],
-    rules: BatchRules,
-    strips: int | None,
-    groups: IntArray | None = None,
+    sizes: npt.NDArray[Any], rules: BatchRules, strips: int | None, labels: Labels
 ) -> Windows:
-    if groups is not None:
-        return GroupedWindow(sizes, groups, rules, strips)
+    if labels.groups is not None:
+        one = labels._replace(groups=None)
+        return GroupedWindow(sizes, labels.groups, rules, strips, one)
+    units = labels.units if labels.whole else None
     if rules.packing is not None:
-        return PackedWindow(sizes, rules, rules.packing)
+        return PackedWindow(sizes, rules, units)
     if sizes.ndim == 2:
-        return SortedWindows(sizes, rules)
+        return SortedWindows(sizes, rules, units)
     if strips is None:
         first = sizes[0]
         strips = best_strips(first[:: max(len(first) // _SURVEY, 1)], rules)
-    return TiledWindows(sizes, arrange(sizes, strips), rules)
+    return TiledWindows(sizes, arrange(sizes, strips), rules, units)
 
 
 def rounds_needed(
@@ -239,54 +259,168 @@ def rounds_needed(
     ranks: Ranks,
     *,
     strips: int | None = None,
-    groups: IntArray | None = None,
+    labels: Labels = _NO_LABELS,
 ) -> IntArray:
     """Micro-batches that each rank needs of windows; the arguments are those of `solve`.
 
     Returns:
         What `Block.rounds` will be, shape `(windows,)`. Takes a part of the time, since the windows
-        are cut once, and are not dealt.
+        are cut once, and are not dealt, unless units make that necessary.
 
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
-    cuts = _arranged(sizes, rules, strips, groups).cut(np.full(len(sizes), rules.budget_bytes))
-    return least_rounds(_numbers(cuts), sizes.shape[1], ranks)
+    if ranks.number > 1 and labels.units is not None and not labels.whole:
+        return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
+    windows = _arranged(sizes, rules, strips, labels)
+    cuts = windows.cut(np.full(len(sizes), rules.budget_bytes))
+    return least_rounds(_numbers(cuts), len(windows.firsts), ranks)
 
 
 def _numbers(cuts: list[IntArray]) -> IntArray:
     return np.array([len(starts) for starts in cuts])
 
 
-def _cut(windows: Windows, ranks: Ranks) -> tuple[list[IntArray], IntArray, bool]:
-    """Cut windows so that the ranks can share them.
+def _cut_into(
+    windows: Windows, cuts: list[IntArray], target: IntArray
+) -> tuple[list[IntArray], IntArray]:
+    """Cut windows into numbers of runs that are as alike as can be.
+
+    Args:
+        windows: were cut under the whole budget.
+        cuts: these cuts.
+        target: numbers of runs, at least as many, shape `(windows,)`.
 
     Returns:
-        The cuts; the budgets that gave them; and whether they are dealt already.
+        The cuts, and the budgets that padded windows were cut under.
     """
     rules, length = windows.rules, windows.length
-    budgets = np.full(len(windows.sizes), rules.budget_bytes)
-    cuts = windows.cut(budgets)
-    if ranks.together == 1:  # a lowered budget leaves no run that is much shorter than the others
-        cuts = [windows.least_padded(row, starts) for row, starts in enumerate(cuts)]
-        return cuts, budgets, False
-    rounds = least_rounds(_numbers(cuts), length, ranks)
-    target = rounds * ranks.number
-    if isinstance(windows, PackedWindow):
-        starts = windows.deal(int(rounds[0]), ranks.number)
-        if starts is not None:
-            return [starts], budgets, True
-    elif rules.packing is None:
+    budgets = np.full(len(target), rules.budget_bytes)
+    if rules.packing is None:
         low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
         budgets = lowest_budgets(windows, target=target, low=low, high=rules.budget_bytes)
         cuts = windows.cut(budgets)
     for row, (starts, wanted) in enumerate(zip(cuts, target.tolist(), strict=True)):
         if len(starts) < wanted:
-            stops = np.append(starts[1:], length)
+            stops, firsts = np.append(starts[1:], length), windows.firsts
             costs = run_costs(windows.sizes[row], starts, stops, rules, rules.cost)
-            multiple = rules.batch_size_multiple
-            cuts[row] = split_to(starts, length, costs, wanted, multiple=multiple)
-    return cuts, budgets, False
+            runs, multiple = np.searchsorted(firsts, starts), rules.batch_size_multiple
+            cuts[row] = firsts[split_to(runs, len(firsts), costs, wanted, multiple=multiple)]
+    return cuts, budgets
+
+
+def _dealt_first(
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    strips: int | None,
+    labels: Labels,
+    rounds: int | None = None,
+) -> Block | None:
+    """Give units of even work to the ranks, and cut each rank's samples by themselves.
+
+    Args:
+        rules: of a micro-batch.
+        sizes: of one window, shape `(1, S)` or `(1, S, d)`.
+        ranks: that share the window.
+        strips: see `solve`.
+        labels: see `solve`.
+        rounds: micro-batches of each rank. Default: as many as the ranks turn out to need.
+
+    Returns:
+        The micro-batches, in each round the next costliest of every rank; `None` where a rank needs
+        other numbers than `rounds`.
+
+    Raises:
+        UnevenRanksError: without `rounds`, where a rank has too few samples.
+    """
+    every = np.arange(sizes.shape[1])
+    units = labels.take(every).units
+    units = every if units is None else units
+    work = np.bincount(units, work_of(rules, sizes[0]))
+    if labels.whole or labels.units is None:
+        parts, rooms = parts_of(rules, sizes[0], units)
+    else:
+        of_samples, rooms = parts_of(rules, sizes[0], every)
+        parts = np.array([of_items(row, units) for row in of_samples])
+    tried = rounds or -(-fewest_bins(parts, rooms) // ranks.together) * ranks.multiple
+    while True:
+        wide = [min(room * tried, MAX_BYTES) for room in rooms]
+        rank_of = spread(np.minimum(parts, np.array(wide)[:, None]), wide, ranks.number, work)[
+            units
+        ]
+        needed, own = tried + 1, []
+        if rank_of.max() < ranks.number:
+            for rank in range(ranks.number):
+                places = np.flatnonzero(rank_of == rank)
+                if len(places):
+                    window = _arranged(sizes[:, places], rules, strips, labels.take(places))
+                    own.append((places, window, _in_rounds(window, tried)))
+            needed = max(len(starts) for _, _, starts in own)
+        if rounds is None and needed > tried:
+            tried = -(-needed // ranks.multiple) * ranks.multiple
+        else:
+            break
+    if len(own) < ranks.number or any(len(starts) != tried for _, _, starts in own):
+        if rounds is None:
+            fewest = min(len(places) for places, _, _ in own) if len(own) == ranks.number else 0
+            raise UnevenRanksError(
+                f"{len(work)} units cannot be dealt evenly to {ranks.number} ranks, since those of "
+                f"one rank have {fewest} samples, and another needs {tried} micro-batches; use at "
+                "least as many units of each rank, fewer ranks or a larger budget"
+            )
+        return None
+    bins = np.empty_like(every)
+    for rank, (places, window, starts) in enumerate(own):
+        stops = np.append(starts[1:], len(places))
+        costs = run_costs(window.sizes[0], starts, stops, rules, rules.work)
+        turns = np.empty_like(starts)
+        turns[np.argsort(-costs, kind="stable")] = np.arange(tried)
+        bins[places[window.samples]] = np.repeat(turns * ranks.number + rank, stops - starts)
+    samples, starts = grouped_by(bins)
+    stops = np.append(starts[1:], len(samples))
+    return Block(samples, sizes[0][samples], starts, stops, np.array([tried]))
+
+
+def _in_rounds(window: Windows, rounds: int) -> IntArray:
+    """The starts of a number of runs; of others, where it needs more or has too few samples."""
+    starts = window.even(rounds) if isinstance(window, PackedWindow) else None
+    if starts is None:
+        starts = window.cut(np.array([window.rules.budget_bytes]))[0]
+        if len(starts) <= rounds <= len(window.firsts):
+            starts = _cut_into(window, [starts], np.array([rounds]))[0][0]
+    return starts
+
+
+def _cut_first(
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, strips: int | None, labels: Labels
+) -> Block:
+    """Cut windows, and deal their micro-batches to the ranks, the costliest round first."""
+    windows, length = sizes.shape[:2]
+    arranged = _arranged(sizes, rules, strips, labels)
+    budgets = np.full(windows, rules.budget_bytes)
+    cuts = arranged.cut(budgets)
+    if ranks.together == 1:  # a lowered budget leaves no run that is much shorter than the others
+        cuts = [arranged.least_padded(row, starts) for row, starts in enumerate(cuts)]
+    else:
+        needed = least_rounds(_numbers(cuts), len(arranged.firsts), ranks)
+        if isinstance(arranged, PackedWindow):
+            block = _dealt_first(rules, sizes, ranks, strips, labels, int(needed[0]))
+            if block is not None:
+                return block
+        cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
+    counts = _numbers(cuts)
+    starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
+    stops = np.append(starts[1:], windows * length)
+    flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
+    if ranks.number > 1:
+        work = run_costs(flat, starts, stops, rules, rules.work)
+        rounds = _dealt(work, stops - starts, counts, ranks)
+        if ranks.even_sums and isinstance(arranged, SortedWindows) and arranged.units is None:
+            _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
+            stops = np.append(starts[1:], windows * length)
+        starts, stops = starts[rounds.reshape(-1)], stops[rounds.reshape(-1)]
+    return Block(arranged.samples, flat, starts, stops, counts // ranks.number)
 
 
 def solve(
@@ -296,7 +430,7 @@ def solve(
     key: WindowKey | None = None,
     *,
     strips: int | None = None,
-    groups: IntArray | None = None,
+    labels: Labels = _NO_LABELS,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
@@ -307,41 +441,27 @@ def solve(
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
         strips: of several axes, see `arrange`; `None`: the best ones for the first window.
-        groups: the number of each sample's group in a single window, shape `(S,)`: no micro-batch
-            has two, while ranks of a round may have different ones. `None`: all are alike.
+        labels: of the samples of a single window.
 
     Returns:
-        The micro-batches; none over the budget but those of one sample that alone is.
+        The micro-batches; none over the budget but those of one sample (or unit) that alone is.
 
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
-    windows, length = sizes.shape[:2]
-    arranged = _arranged(sizes, rules, strips, groups)
-    cuts, budgets, is_dealt = _cut(arranged, ranks)
-    counts = _numbers(cuts)
-    starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
-    stops = np.append(starts[1:], windows * length)
-    flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
-    rounds = np.arange(len(starts)).reshape(-1, ranks.number)
-    if ranks.number > 1 and not is_dealt:
-        work = run_costs(flat, starts, stops, rules, rules.work)
-        rounds = _dealt(work, stops - starts, counts, ranks)
-        if ranks.even_sums and isinstance(arranged, SortedWindows):
-            _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
-            stops = np.append(starts[1:], windows * length)
-    if ranks.number > 1 and key is not None:
-        rounds = rotate(rounds, np.repeat(key.turns(ranks.number), counts // ranks.number))
-    if key is not None and key.shuffle:
-        rounds = rounds[_shuffled(counts // ranks.number, key)]
+    by_unit = ranks.number > 1 and labels.units is not None and not labels.whole
+    block = _dealt_first(rules, sizes, ranks, strips, labels) if by_unit else None
+    if block is None:
+        block = _cut_first(rules, sizes, ranks, strips, labels)
+    if key is None:
+        return block
+    rounds = np.arange(len(block.starts)).reshape(-1, ranks.number)
+    if ranks.number > 1:
+        rounds = rotate(rounds, np.repeat(key.turns(ranks.number), block.rounds))
+    if key.shuffle:
+        rounds = rounds[_shuffled(block.rounds, key)]
     number = rounds.reshape(-1)
-    return Block(
-        samples=arranged.samples,
-        sizes=flat,
-        starts=starts[number],
-        stops=stops[number],
-        rounds=counts // ranks.number,
-    )
+    return replace(block, starts=block.starts[number], stops=block.stops[number])
 
 
 def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
@@ -349,12 +469,11 @@ def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) ->
     real = np.arange(counts.max()) < counts[:, None]
     costs = np.full(real.shape, -1)
     costs[real] = work
-    if ranks.even_sums:
-        rounds = deal_steps(costs, ranks.number)
-    else:  # ranks wait every round, so that only what they see is left to be evened out
+    weights = costs
+    if not ranks.even_sums:  # they wait every round: only what they see is left to be evened out
         weights = np.zeros_like(costs)
         weights[real] = samples
-        rounds = deal_rounds(costs, weights, ranks.number)
+    rounds = deal_rounds(costs, weights, ranks.number)
     rounds += (np.cumsum(counts) - counts)[:, None, None]
     exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
     dealt: IntArray = rounds[exists]
@@ -418,7 +537,7 @@ def without_last(
     ranks: Ranks,
     *,
     strips: int | None = None,
-    groups: IntArray | None = None,
+    labels: Labels = _NO_LABELS,
 ) -> npt.NDArray[np.bool_]:
     """Choose the samples that stay when the micro-batch that could still have taken one is dropped.
 
@@ -430,12 +549,12 @@ def without_last(
         sizes: of the window's samples, shape `(S,)` or `(S, d)`.
         ranks: that share the window.
         strips: see `solve`.
-        groups: see `solve`.
+        labels: see `solve`; without units.
 
     Returns:
         Shape `(S,)`.
     """
-    windows = _arranged(sizes[None], rules, strips, groups)
+    windows = _arranged(sizes[None], rules, strips, labels)
     starts = windows.cut(np.array([rules.budget_bytes]))[0]
     stops = np.append(starts[1:], len(sizes))
     room = _room(windows, starts, stops)

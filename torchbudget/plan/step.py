@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,8 @@ from torchbudget.checks import at_least_one
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
-from torchbudget.plan.groups import Groups
 from torchbudget.plan.order import Order
-from torchbudget.plan.oversize import Oversize, skipped_samples
+from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
@@ -60,6 +60,7 @@ def plan_step(
     size_multiple: int = 1,
     limits: Sequence[tuple[CostModel, Amount]] = (),
     groups: npt.ArrayLike | None = None,
+    units: Any = None,
     balance: CostModel | None = None,
     oversize: Oversize = "raise",
 ) -> StepPlan:
@@ -83,10 +84,12 @@ def plan_step(
         limits: further caps, as in `MemoryBudgetBatchSampler`.
         groups: one label a sample, ints or text, shape `(N,)`: no micro-batch mixes two, while
             ranks may have different ones at a time.
+        units: one label a sample, as `groups`: the samples of a unit stay on one rank. A pair
+            `(labels, "micro_batch")`: they stay in one micro-batch.
         balance: cost model whose sums are made equal over ranks; a `PackedCost` for packed
             samples. Default: the cost.
         oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
-            or gets a micro-batch of its own (`"alone"`).
+            or gets a micro-batch of its own (`"alone"`). So does a unit that stays in one.
 
     Returns:
         The plan. O(N log N).
@@ -125,17 +128,14 @@ def plan_step(
         even_sums=True,
         multiple=at_least_one("micro_batches_multiple", micro_batches_multiple),
     )
-    skipped = skipped_samples(table, rules, oversize)
-    order = Order(dataset_length=len(table), skipped=skipped, shuffle=False)
+    options = {"groups": groups, "units": units, "shuffle": False}
+    order = Order.of(table, rules, oversize, apart=False, **options)
     kept = order.of_pass(0, 0).indices(0, len(order))
-    codes = None
-    if groups is not None:
-        codes = Groups.of(groups, skipped, len(table), apart=False).codes[kept].astype(np.int64)
-    block = solve(rules, table.values[kept][None], ranks, groups=codes)
+    block = solve(rules, table.values[kept][None], ranks, labels=order.labels_of(kept))
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     inverse = np.argsort(np.array(joined, np.int64))
     report = partial(plan_report, [block], table, rules, ranks, order, window=len(kept))
-    return StepPlan(micro_batches, inverse, skipped, report)
+    return StepPlan(micro_batches, inverse, order.skipped, report)
