@@ -26,6 +26,7 @@ from tests.support.sampler_cases import (
     check_units,
     samplers,
     sharing_ranks,
+    whole_bytes,
 )
 from tests.support.samplers import TOKENS, counted
 from tests.support.strategies import formulas
@@ -252,7 +253,8 @@ def test_resuming_elsewhere_brings_every_remaining_sample_once(
         if data.draw(st.integers(0, 3)) == 0:
             axes, largest = sizes[0].size, sizes.max(axis=0) + options["size_multiple"]
             cost = data.draw(formulas(axes, packed=False))
-            budget = int(cost.batch_bytes(1, largest)) * data.draw(st.integers(1, 4))
+            least = max(int(cost.batch_bytes(1, largest)), whole_bytes(sizes, cost, options))
+            budget = least * data.draw(st.integers(1, 4))
         left = sum(remaining.values())
         if "groups" in options:  # each of them is shared by the ranks
             of_groups = np.bincount(options["groups"], [remaining[i] for i in range(len(sizes))])
@@ -318,8 +320,9 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
         return
     those = samplers(sizes, cost, budget, ranks, oversize=oversize, **options)
     if "groups" in options:  # those of the samples that are drawn may be too small
-        kept = options["groups"][[index for index in every if index not in skipped]]
-        case = (sizes, cost, budget, ranks, options | {"groups": kept})
+        kept = [index for index in every if index not in skipped]
+        those_kept = {name: options[name][kept] for name in ("groups", "units") if name in options}
+        case = (sizes, cost, budget, ranks, options | those_kept)
     report = REFUSALS.accepted(those[0].report, reasons_of(*case))
     epochs = drawn(those, case)
     if not epochs or report is None:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
+from tests.support.sampler_cases import check_units, together, whole_bytes
 from tests.support.strategies import limits, problems, rules
-from torchbudget import PackedCost, PaddedCost, plan_step
+from torchbudget import PackedCost, PaddedCost, TableCost, plan_step
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import BudgetError, OptionError, OversizeError, SizesError, UnevenRanksError
 
@@ -44,9 +45,16 @@ def test_laws_of_a_step(
         "micro_batches_multiple": multiple,
         "size_multiple": size_multiple,
     }
+    form = data.draw(st.sampled_from([None, None, "rank", "micro_batch"]))
+    if form is not None and not isinstance(cost, TableCost):
+        seed, whole = data.draw(st.integers(0, 2**32)), form == "micro_batch"
+        together(seed, sizes, options, whole=whole)
+        budget = max(budget, whole_bytes(sizes, cost, options))
     try:
         step = plan_step(sizes, cost, budget, **options)
     except UnevenRanksError as error:
+        if "units" in options:
+            return
         wanted = int(str(error).split("at least ")[1].split()[0])
         assert wanted > len(sizes)
         assert wanted % (ranks * multiple) == 0
@@ -58,6 +66,8 @@ def test_laws_of_a_step(
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     assert np.array(joined)[step.inverse].tolist() == list(range(len(sizes)))
     most = options.get("max_batch_size")
+    if "units" in options:
+        check_units(micro_batches, [len(micro_batches[0])], options)
     for batch in (batch for mine in micro_batches for batch in mine):
         for model, amount in [(cost, budget), *options["limits"]]:
             assert bytes_of(sizes, model, batch, size_multiple) <= amount

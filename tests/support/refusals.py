@@ -85,10 +85,10 @@ def reasons_of(
     """
     groups = options.get("groups")
     mixed = groups is not None and "samples_per_step" in options
-    units = options.get("units", np.arange(len(sizes)))
-    labels = units[0] if isinstance(units, tuple) else units
     few = False
     if groups is not None:
+        units = options.get("units", np.arange(len(groups)))
+        labels = units[0] if isinstance(units, tuple) else units
         pairs = set(zip(groups.tolist(), labels.tolist(), strict=True))
         few = min(Counter(group for group, _ in pairs).values()) < ranks
     uneven = mixed or "units" in options or not two_fit(sizes, cost, budget, options)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
 from tests.support.strategies import StairCost, formulas, limits, problems, rules
-from torchbudget import MemoryBudgetBatchSampler
+from torchbudget import MemoryBudgetBatchSampler, TableCost
 
 
 @st.composite
@@ -74,32 +74,39 @@ def cases(
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
     steps = "samples_per_step" in options
-    whole = fits and (steps or not options["drop_last"]) and draw(st.booleans())
-    if not weighted and (steps or whole) and draw(st.integers(0, 2)) == 0:
-        budget = together(draw(st.integers(0, 2**32)), sizes, cost, budget, options, whole=whole)
+    known = not isinstance(cost, TableCost)  # which knows batches of few samples
+    whole = fits and known and (steps or not options["drop_last"]) and draw(st.booleans())
+    some = not weighted and (steps or whole) and (fits or ranks == 1)
+    if some and draw(st.integers(0, 2)) == 0:
+        together(draw(st.integers(0, 2**32)), sizes, options, whole=whole)
+        budget = max(budget, whole_bytes(sizes, cost, options))
         ranks = min(ranks, sharing_ranks(options, len(sizes)))
     return sizes, cost, budget, ranks, options
 
 
-def together(
-    seed: int, sizes: Any, cost: Any, budget: int, options: dict[str, Any], *, whole: bool
-) -> int:
-    """Put units among the options, of one group each, and return a budget that fits them whole."""
+def together(seed: int, sizes: Any, options: dict[str, Any], *, whole: bool) -> None:
+    """Put units among the options, of one group each, and make the limits fit them as a whole."""
     rng, n = np.random.default_rng(seed), len(sizes)
     labels = rng.integers(0, max(n // rng.integers(1, 5), 1), n)
     labels += n * np.asarray(options.get("groups", 0))
     options["units"] = (labels, "micro_batch") if whole else labels
     if whole:
-        multiple, most = options["size_multiple"], options.get("max_batch_size")
-        units = [np.flatnonzero(labels == one) for one in set(labels.tolist())]
         options["batch_size_multiple"] = 1
-        options["max_batch_size"] = most and max(most, *map(len, units), 1)
         options["limits"] = [
-            (model, max(amount, *(bytes_of(sizes, model, unit, multiple) for unit in units), 0))
+            (model, max(amount, whole_bytes(sizes, model, options)))
             for model, amount in options["limits"]
         ]
-        budget = max(budget, *(bytes_of(sizes, cost, unit, multiple) for unit in units), 0)
-    return budget
+        if options.get("max_batch_size"):
+            options["max_batch_size"] += int(np.unique(labels, return_counts=True)[1].max())
+
+
+def whole_bytes(sizes: Any, cost: Any, options: dict[str, Any]) -> int:
+    """The most that a unit costs which stays in one micro-batch; 0 without such units."""
+    if not isinstance(options.get("units"), tuple):
+        return 0
+    labels = labels_of(options)
+    units = [np.flatnonzero(labels == one) for one in set(labels.tolist())]
+    return max(bytes_of(sizes, cost, unit, options["size_multiple"]) for unit in units)
 
 
 def sharing_ranks(options: dict[str, Any], left: int) -> int:
