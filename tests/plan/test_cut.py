@@ -63,46 +63,6 @@ def test_the_cut_is_the_greedy_one(
 
 
 @given(
-    problems(most=120, packed=False), st.sampled_from([None, 1, 7]), st.sampled_from([1, 1, 4, 64])
-)
-def test_the_short_run_is_where_padding_is_least(
-    problem: Any, most: int | None, multiple: int
-) -> None:
-    """One axis: as many runs as cut from the longest sample on, padded as little as any are.
-
-    That is, as any whose first runs are those from the longest sample on, and whose last ones those
-    from the shortest on. On several axes they are as they were.
-    """
-    sizes, cost, budget = problem
-    ordered = descending(sizes).astype(np.int64)
-    rounded = -(-ordered // multiple) * multiple
-    budget = max(budget, int(cost.batch_bytes(1, rounded.max(axis=0))))
-    rule = BatchRules(cost=cost, budget_bytes=budget, max_batch_size=most, size_multiple=multiple)
-    windows = _windows(ordered, rule)
-    starts = windows.cut(np.array([budget]))[0].tolist()
-    chosen = windows.least_padded(0, np.array(starts)).tolist()
-    if ordered.ndim == 2:
-        assert chosen == starts
-        return
-
-    def padded(cut: list[int]) -> int:
-        return int((np.diff(cut, append=len(sizes)) * rounded[cut]).sum())
-
-    ascending = oracles.greedy_cut(rounded[::-1], cost, budget, most=most, multiple=1)
-    assert len(ascending) == len(starts)
-    from_end = (len(sizes) - np.cumsum(ascending))[::-1].tolist()
-    every = [starts[:number] + from_end[number:] for number in range(1, len(starts) + 1)]
-    assert chosen in every
-    assert padded(chosen) == min(map(padded, every))
-
-
-def _windows(ordered: Any, rule: BatchRules) -> SortedWindows | TiledWindows:
-    if ordered.ndim == 1:
-        return SortedWindows(ordered[None], rule)
-    return TiledWindows(ordered[None], np.arange(len(ordered))[None], rule)
-
-
-@given(
     st.integers(1, 6),
     st.integers(1, 40),
     st.integers(2, 3),

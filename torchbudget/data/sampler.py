@@ -48,8 +48,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`, one for
             each sample of the data set: `tracked`, `fit` and `predict` compare the two numbers, a
             plain loop over the loader cannot. An array of more than 32 MiB in its smallest integer
-            type (a memory map too) is not copied: leave it as it is. `state_dict` compares it, in
-            O(samples) once a window, unless it may not be written to.
+            type (a memory map too) is not copied: leave it as it is.
         cost: bytes of a micro-batch, such as `PaddedCost` or `PackedCost` (whose batches are
             packed: the sum of their samples' costs fits).
         budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
@@ -440,7 +439,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             StateError: workers of a plain `DataLoader` read ahead of its loop, which is not
                 tracked.
-            SizesError: the array of sizes was changed in place.
         """
         cursor, present = self._cursor, self._present
         if present is not None and not present.is_tracked and not self._runs:
@@ -455,7 +453,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     def _state_of(self, cursor: Cursor) -> dict[str, Any]:
         plan = self._plan
-        plan.sizes.check_unchanged(when=cursor.place)
         cost, replanned = plan.rules.cost, None
         if isinstance(cost, MeasuredCost):
             of_cost = cost_fingerprint(cost, plan.sizes.largest)

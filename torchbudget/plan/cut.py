@@ -1,8 +1,7 @@
 """Windows: put into an order in which neighbours are alike, and cut into the longest runs that fit.
 
 Along one axis the first sample of a run alone decides how long the run may be, so a window is cut
-by following jumps from start to start. One run is shorter than the others: it is moved to the place
-where the window is padded least.
+by following jumps from start to start.
 
 Along several axes the padded size of a run is the maximum over it on every axis, and its longest
 length is found by bounds from both sides.
@@ -26,9 +25,6 @@ from torchbudget.plan.rules import BatchRules
 _RADIX: Final = 512
 # Windows times samples of a micro-batch from which lockstep is faster, as measured.
 LOCKSTEP: Final = 800
-# Runs of a window beyond which the short run is not moved, at a microsecond a run: among 520 runs
-# its place changed padding by less than a hundredth of a percent.
-_MOST_RUNS: Final = 256
 
 
 def ascending(keys: npt.NDArray[np.integer[Any]]) -> IntArray:
@@ -153,19 +149,9 @@ class Windows(ABC):
         stops = at + np.minimum(runs, self.length - at)
         stops = ends[np.searchsorted(ends, stops, side="right") - 1]
         least = ends[np.minimum(np.searchsorted(ends, at, side="right"), len(ends) - 1)]
-        shortened: IntArray = (
-            np.maximum(stops, least) - at
-        )  # a unit that is over the budget stands alone
+        # A unit that is over the budget stands alone.
+        shortened: IntArray = np.maximum(stops, least) - at
         return shortened
-
-    def least_padded(self, row: int, starts: IntArray) -> IntArray:
-        """Move cut points between the same number of runs so that padding shrinks.
-
-        Args:
-            row: number of the window, which was cut under the whole budget.
-            starts: starts of its runs.
-        """
-        return starts
 
 
 class SortedWindows(Windows):
@@ -198,15 +184,6 @@ class SortedWindows(Windows):
         last = self.length - starts[-1]
         rest = last - int(self.rules.rounded(np.array(last)))
         return [*starts, self.length - rest] if rest else starts
-
-    def least_padded(self, row: int, starts: IntArray) -> IntArray:
-        """See `Windows.least_padded`; runs of units, or of multiples, are not moved."""
-        multiple = self.rules.batch_size_multiple
-        if multiple > 1 or self.units is not None or len(starts) > _MOST_RUNS:
-            return starts
-        which, most = self._longest(row, self.rules.budget_bytes)
-        sizes, multiple = self.sizes[row].data, self.rules.size_multiple
-        return np.array(_least_padded(which, most, sizes, multiple, starts.tolist()))
 
     def _longest(self, row: int, budget: int) -> tuple[Sequence[int], Sequence[int]]:
         """Each sample's kind, and the longest run that may begin with a sample of each kind."""
@@ -244,54 +221,6 @@ def _jumps(which: Sequence[int], most: Sequence[int], length: int) -> list[int]:
         starts.append(start)
         start += most[which[start]]
     return starts
-
-
-def _least_padded(
-    which: Sequence[int],
-    most: Sequence[int],
-    sizes: Sequence[int],
-    multiple: int,
-    starts: list[int],
-) -> list[int]:
-    """The same number of runs as in `starts`, with the short run where padding is least.
-
-    `starts` are cut from the beginning, so the last run is the short one. Cut from the end instead,
-    each run is as long as its last sample allows; it ends no later than the run of `starts` with
-    its number and starts after the run before, so there are as many runs, and the first is the
-    short one. Taking the first runs from `starts` and the others from the end puts the short run
-    between them. A run's length is between the capacities of its longest and of its shortest
-    sample, which are nearly equal if neighbours are alike: O(log(longest run)) for a run.
-    """
-    moved = starts.copy()
-    stop = len(sizes)
-    from_end = len(starts)  # number of the first run that is cut from the end
-    padding = least = 0  # more than with `starts`
-    longest = -(-sizes[starts[-1]] // multiple) * multiple
-    for number in range(len(starts) - 1, 0, -1):
-        before, start = starts[number - 1], starts[number]
-        low, high = max(stop - most[which[stop - 1]], before + 1), start
-        bound = stop - most[which[low]]
-        if low < bound < high:
-            allowed = stop - most[which[bound]]
-            if allowed <= bound:  # true for every monotone cost
-                low, high = max(low, allowed), bound
-        while low < high:
-            middle = (low + high) // 2
-            if middle + most[which[middle]] >= stop:
-                high = middle
-            else:
-                low = middle + 1
-        if high == start:
-            break  # all runs before it stay, too
-        # Samples move from the run before to this one, whose own samples may be padded to more.
-        padding += (stop - high) * (-(-sizes[high] // multiple) * multiple)
-        padding -= (stop - start) * longest
-        longest = -(-sizes[before] // multiple) * multiple
-        padding -= (start - high) * longest
-        moved[number] = stop = high
-        if padding < least:
-            least, from_end = padding, number
-    return starts[:from_end] + moved[from_end:]
 
 
 class TiledWindows(Windows):

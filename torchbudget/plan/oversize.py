@@ -90,8 +90,8 @@ def oversized(
     """
     if oversize == "alone":
         return _NONE
-    if sizes.ndim == 1 and rules.fits_alone(int(sizes.max(initial=0))):
-        return _NONE  # along one axis the cost is monotone
+    if (rules.exceeded_alone(sizes.max(axis=0, initial=0)) < 0).all():
+        return _NONE  # costs are monotone
     found = [
         first + np.flatnonzero(rules.exceeded_alone(sizes[first : first + _CHUNK]) >= 0)
         for first in range(0, len(sizes), _CHUNK)

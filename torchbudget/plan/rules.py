@@ -91,7 +91,6 @@ class BatchRules:
     most: int | None = field(init=False)
     summed: tuple[tuple[AdditiveCost, int], ...] = field(init=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
-    _fitting: list[int] = field(default_factory=lambda: [-1], init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, model in (("cost", self.cost), ("balance", self.work)):
@@ -269,16 +268,6 @@ class BatchRules:
             else:
                 fits.append(limit.cost.capacity(longest, limit.amount) >= n)
         return np.where(np.all(fits, axis=0), -1, np.argmin(fits, axis=0))
-
-    def fits_alone(self, size: int) -> bool:
-        """Whether a sample of the size on its one axis exceeds no limit, and so no shorter one.
-
-        The largest that does not is kept: windows of a stream ask, and to compute it takes as long
-        as to sort half of one.
-        """
-        if size > self._fitting[0] and self.exceeded_alone(np.array(size)) < 0:
-            self._fitting[0] = size
-        return size <= self._fitting[0]
 
     def rounded(self, n: IntArray) -> IntArray:
         """Numbers of samples, rounded down to `batch_size_multiple` where they reach it."""

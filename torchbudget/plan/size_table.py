@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -34,7 +33,6 @@ class SizeTable:
     values: Sizes
     largest: IntArray
     fingerprint: str
-    _compared: list[Hashable] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def of(cls, sizes: npt.ArrayLike) -> SizeTable:
@@ -70,24 +68,6 @@ class SizeTable:
         if values.size * narrow.itemsize <= _COPY_BYTES:
             values = values.astype(narrow)
         return cls(values, largest if largest.size > 1 else largest[0], fingerprint)
-
-    def check_unchanged(self, *, when: Hashable) -> None:
-        """Raise a `SizesError` if the array was changed in place; O(N), unless it is a copy.
-
-        A read-only array is not compared.
-
-        Args:
-            when: the array is compared once for each value, since loaders call after each batch.
-        """
-        is_copy = self.values.nbytes <= _COPY_BYTES
-        if is_copy or not self.values.flags.writeable or when in self._compared:
-            return
-        if _summary(self.values)[0] != self.fingerprint:
-            raise SizesError(
-                "the sizes were changed in place after they were passed, so that what was drawn "
-                "cannot be drawn again: pass a copy, and leave that one as it is"
-            )
-        self._compared[:] = [when]
 
     def __len__(self) -> int:
         """Number of samples."""

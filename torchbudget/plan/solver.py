@@ -223,17 +223,8 @@ class GroupedWindow(Windows):
         order = np.concatenate([part.samples + first for part, first in firsts])
         self.samples, self.sizes = self._given[0][order], self._given[1][:, order]
         self.ends = np.cumsum([len(starts) for starts in cuts]) - 1
-        return [self._together(cuts)]
-
-    def least_padded(self, row: int, starts: IntArray) -> IntArray:
-        """See `Windows.least_padded`."""
-        runs = np.split(starts, self.ends[:-1] + 1)
-        each = zip(self._parts, runs, self._firsts, strict=True)
-        return self._together([part.least_padded(0, own - first) for part, own, first in each])
-
-    def _together(self, cuts: list[IntArray]) -> IntArray:
-        firsts = zip(cuts, self._firsts, strict=True)
-        return np.concatenate([starts + first for starts, first in firsts])
+        starts = zip(cuts, self._firsts, strict=True)
+        return [np.concatenate([own + first for own, first in starts])]
 
 
 def _arranged(
@@ -400,9 +391,7 @@ def _cut_first(
     arranged = _arranged(sizes, rules, strips, labels)
     budgets = np.full(windows, rules.budget_bytes)
     cuts = arranged.cut(budgets)
-    if ranks.together == 1:  # a lowered budget leaves no run that is much shorter than the others
-        cuts = [arranged.least_padded(row, starts) for row, starts in enumerate(cuts)]
-    else:
+    if ranks.together > 1:
         needed = least_rounds(_numbers(cuts), len(arranged.firsts), ranks)
         if isinstance(arranged, PackedWindow):
             block = _dealt_first(rules, sizes, ranks, strips, labels, int(needed[0]))

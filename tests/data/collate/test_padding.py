@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from tests.support.batches import same as bitwise
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PadCollate, PaddedCost
 from torchbudget.errors import CollateError, OptionError
-from torchbudget.readers import HookedCollate
 
 ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
 
@@ -152,24 +151,3 @@ def test_long_and_short_samples_take_different_ways_to_the_same_batch(
         assert batch.data.sum(dim=1).tolist() == list(map(len, chosen))
         batch.data.zero_()
         assert samples[0].sum() == length
-
-
-def louder(x: torch.Tensor) -> torch.Tensor:
-    return 10 * x
-
-
-def test_hooks_on_inputs_and_targets() -> None:
-    """A pair of samples gives a pair of batches, each through its own hook, or as it is."""
-    pairs = [(torch.full((n,), float(n)), n) for n in (1, 3)]
-    hooked = HookedCollate(collate_fn=PadCollate(), on_input=louder, on_target=torch.neg)
-    for collate in (hooked, pickle.loads(pickle.dumps(hooked))):  # noqa: S301  (our own bytes)
-        inputs, targets = collate(pairs)
-        assert inputs.tolist() == [[10, 0, 0], [30, 30, 30]]
-        assert targets.tolist() == [-1, -3]
-    inputs, targets = HookedCollate(collate_fn=PadCollate(), on_target=torch.neg)(pairs)
-    assert inputs.tolist() == [[1, 0, 0], [3, 3, 3]]
-    alone = HookedCollate(collate_fn=torch.stack, on_input=louder)
-    assert alone([torch.ones(2)]).tolist() == [[10, 10]]
-    for sample in ([torch.ones(2), 1], {"x": torch.ones(2), "y": 1}):  # no pairs
-        with pytest.raises(CollateError, match="on_target is for samples that are pairs"):
-            hooked([sample])
