@@ -88,11 +88,12 @@ def test_drop_last_leaves_out_the_emptiest_batch(
         least = total + min(sizes)
         over = least > budget or n > (most or n) or 3 * n + 2 * least > (amount or 10**9)
         free.append(0 if over else budget - total)
-    emptiest = [set(batch) for batch, left in zip(whole, free, strict=True) if left == max(free)]
-    allowed = emptiest if max(free) > 0 else [set()]
+    emptiest = [batch for batch, left in zip(whole, free, strict=True) if left == max(free)]
+    allowed = [sorted(sizes[index] for index in one) for one in emptiest if max(free) > 0] or [[]]
     try:
         kept = list(MemoryBudgetBatchSampler(sizes, cost, budget, drop_last=True, **options))
     except OptionError:
         assert any(len(one) == len(sizes) for one in allowed)  # nothing would be left
         return
-    assert set(range(len(sizes))) - {index for batch in kept for index in batch} in allowed
+    dropped = set(range(len(sizes))) - {index for batch in kept for index in batch}
+    assert sorted(sizes[index] for index in dropped) in allowed

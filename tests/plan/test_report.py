@@ -139,7 +139,7 @@ def test_the_table() -> None:
     assert str(sampler.report()).splitlines() == [
         "micro-batches        15 on 1 rank(s)",
         "samples              70, 2 to 8 in a batch",
-        "optimizer steps      15 in 1 windows",
+        "optimizer steps      15 in 1 windows, 4.7 samples each",
         "fill of the budget   100.0%",
         "padding of elements  0.0%",
         "batches over budget  0",

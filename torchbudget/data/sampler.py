@@ -569,7 +569,7 @@ class _Iteration(Iterator[list[int]]):
     @property
     def cursor(self) -> Cursor:
         """The place where the epoch stands after the last batch that was drawn."""
-        return self.began if self._window is None else self._window.after(self._turn)
+        return self.began if self._window is None else MicroBatch(self._window, self._turn).after
 
     def __next__(self) -> list[int]:
         indices = next(self._lists, None)

@@ -95,114 +95,49 @@ class Stretch(NamedTuple):
     stays: BoolArray | None
 
 
+@dataclass(slots=True, eq=False)
 class Window:
     """One window of a span, on one rank: the micro-batches that come in this iteration, in turn.
 
     Attributes:
+        span: that it is part of.
+        number: of the window in the span.
+        first: this rank's first micro-batch in the span's block.
         rounds: numbers of the micro-batches within the window.
+        starts: the first sample of each of them in `span.indices`.
+        stops: the end of each.
+        done: micro-batches of the epoch that were done before the window's first round.
         ends_epoch: whether the last of them is the last one of the epoch.
     """
 
-    __slots__ = ("_done", "_first", "_number", "_span", "_starts", "_stops", "ends_epoch", "rounds")
-
-    def __init__(
-        self,
-        span: Span,
-        number: int,
-        first: int,
-        rounds: range,
-        starts: list[int],
-        stops: list[int],
-        done: int,
-        ends_epoch: bool,
-    ) -> None:
-        """Set the window's place.
-
-        Args:
-            span: that it is part of.
-            number: of the window in the span.
-            first: this rank's first micro-batch in the span's block.
-            rounds: see the attribute.
-            starts: the first sample of each of them in `span.indices`.
-            stops: the end of each.
-            done: micro-batches of the epoch that were done before the window's first round.
-            ends_epoch: see the attribute.
-        """
-        self._span, self._number, self._first = span, number, first
-        self._starts, self._stops, self._done = starts, stops, done
-        self.rounds, self.ends_epoch = rounds, ends_epoch
+    span: Span
+    number: int
+    first: int
+    rounds: range
+    starts: list[int]
+    stops: list[int]
+    done: int
+    ends_epoch: bool
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return map(MicroBatch, repeat(self), self.rounds)
 
     def lists(self) -> Iterator[list[int]]:
         """The indices of each micro-batch in turn, as a list."""
-        views = map(self._span.indices.__getitem__, map(slice, self._starts, self._stops))
+        views = map(self.span.indices.__getitem__, map(slice, self.starts, self.stops))
         return map(np.ndarray.tolist, views)
-
-    def indices(self, turn: int) -> IntArray:
-        """The indices of a micro-batch, shape `(n,)`."""
-        place = turn - self.rounds.start
-        return self._span.indices[self._starts[place] : self._stops[place]]
 
     @property
     def place(self) -> tuple[int, int, int]:
         """Epoch, pass, and positions in windows before it: comparable with `Cursor.place`."""
-        epoch, number, before = self._span.cursor.place
-        return epoch, number, before + self._number * self._span.length
+        epoch, number, before = self.span.cursor.place
+        return epoch, number, before + self.number * self.span.length
 
     @property
     def steps(self) -> list[int]:
         """Micro-batches of each optimizer step of `rounds`."""
         rounds = len(self.rounds)
-        return [rounds] if self._span.plan.ranks.even_sums else [1] * rounds
-
-    def padded_size(self, turn: int) -> IntArray:
-        """The padded size of a micro-batch, shape `(d,)`; of packed samples the sum."""
-        amounts: IntArray = self._span.amounts[self._place(turn)]
-        return amounts
-
-    def ends_step(self, turn: int) -> bool:
-        """Whether a micro-batch is the last one of its optimizer step."""
-        return not self._span.plan.ranks.even_sums or turn == self._turns - 1
-
-    def is_repeated(self, turn: int) -> bool:
-        """Whether a micro-batch has a sample that another one has."""
-        span, block = self._span, self._span.block
-        sample = block.samples[block.starts[self._place(turn)]]
-        return bool(sample >= span.length * len(block.rounds))
-
-    def after(self, turn: int) -> Cursor:
-        """The place where the epoch stands after a micro-batch."""
-        span, plan = self._span, self._span.plan
-        begun = span.cursor
-        done = self._done + turn + 1
-        start = begun.start + self._number * span.length
-        stop = start + span.length
-        here = replace(begun, start=stop, stop=stop, left=None, done=done)
-        if begun.groups is not None and (groups := plan.order.apart) is not None:
-            here = replace(here, groups=_with(begun.groups, groups.at(start), span.length))
-        if turn + 1 < self._turns:
-            here = replace(
-                here,
-                start=start,
-                left=begun.left,
-                rounds=turn + 1,
-                groups=begun.groups,
-                plan=plan,
-            )
-        elif stop >= span.end:
-            if plan.batches_per_epoch is None:
-                return begun.next_epoch()
-            here = here.next_pass()
-        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
-
-    @property
-    def _turns(self) -> int:
-        return int(self._span.block.rounds[self._number])
-
-    def _place(self, turn: int) -> int:
-        return self._first + turn * self._span.plan.ranks.number
+        return [rounds] if self.span.plan.ranks.even_sums else [1] * rounds
 
 
 class MicroBatch:
@@ -224,27 +159,59 @@ class MicroBatch:
     @property
     def indices(self) -> IntArray:
         """Positions in the data set, shape `(n,)`."""
-        return self.window.indices(self.turn)
+        window = self.window
+        place = self.turn - window.rounds.start
+        return window.span.indices[window.starts[place] : window.stops[place]]
 
     @property
     def padded_size(self) -> IntArray:
         """The padded size as planned, shape `(d,)`; of packed samples, the sum of their sizes."""
-        return self.window.padded_size(self.turn)
+        padded: IntArray = self.window.span.amounts[self._place]
+        return padded
 
     @property
     def ends_step(self) -> bool:
         """Whether it is the last micro-batch of its optimizer step."""
-        return self.window.ends_step(self.turn)
+        return not self.window.span.plan.ranks.even_sums or self._is_last
 
     @property
     def is_repeated(self) -> bool:
         """Whether another micro-batch has its sample: see `Ranks.repeats`."""
-        return self.window.is_repeated(self.turn)
+        span, block = self.window.span, self.window.span.block
+        sample = block.samples[block.starts[self._place]]
+        return bool(sample >= span.length * len(block.rounds))
 
     @property
     def after(self) -> Cursor:
         """The place where the epoch stands after it; after the epoch's last one, the next epoch."""
-        return self.window.after(self.turn)
+        window, span = self.window, self.window.span
+        plan, begun, length = span.plan, span.cursor, span.length
+        done, start = window.done + self.turn + 1, begun.start + window.number * length
+        if self._is_last:
+            groups = begun.groups
+            if groups is not None and plan.order.apart is not None:
+                group = plan.order.apart.at(start)
+                groups = (*groups[:group], groups[group] + length, *groups[group + 1 :])
+            stop = start + length
+            here = replace(begun, start=stop, stop=stop, left=None, done=done, groups=groups)
+            if stop >= span.end:
+                if plan.batches_per_epoch is None:
+                    return begun.next_epoch()
+                here = here.next_pass()
+        else:
+            stop, rounds = start + length, self.turn + 1
+            here = replace(begun, start=start, stop=stop, rounds=rounds, done=done, plan=plan)
+        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether it is the last micro-batch of its window."""
+        return self.turn + 1 == int(self.window.span.block.rounds[self.window.number])
+
+    @property
+    def _place(self) -> int:
+        """Its number in the span's block."""
+        return self.window.first + self.turn * self.window.span.plan.ranks.number
 
 
 class Plan:
@@ -316,6 +283,13 @@ class Plan:
         self._last_is_even = number == 1 or (pairs and not mixed)
         by_unit = order.units is not None and not order.units.whole
         self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
+        # A pass is one part of windows in turn, or one of each group.
+        whole = np.array([len(order)])
+        self._parts = order.apart or Groups([None], np.empty(0, np.int32), None, whole, 0 * whole)
+        labels = order.groups is not None or order.units is not None
+        samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
+        one_by_one = labels or rules.packing is not None
+        self._most_windows = 1 if one_by_one else max(samples // self.window, 1)
         self.strips = best_strips(survey[: self.window], rules)
         self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
@@ -432,47 +406,33 @@ class Plan:
             yield from self._spans_of_pass(cursor)
 
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
+        """The windows of a pass; where each is of one group, turns are drawn by what is left."""
         cursor = cursor.dealt_by(self)
         begun, start = self._begun(cursor)
-        if self.order.apart is not None:
-            yield from self._spans_of_groups(cursor, self.order.apart, begun, start)
-            return
-        stretch = self._stretch(cursor, start, self._end(start))
-        self._check(cursor, stretch)
-        _, tail, end, stays = stretch
-        if begun is not None:
-            yield replace(begun, end=end)
-        for begins, windows in self._whole(start, tail):
-            yield self._span(cursor, begins, self.window, windows, end=end)
-        if end > tail:
-            yield self._span(cursor, tail, end - tail, 1, stays, end=end)
-
-    def _spans_of_groups(
-        self, cursor: Cursor, groups: Groups, begun: Span | None, start: int
-    ) -> Iterator[Span]:
-        """The windows of a pass, each of one group, whose turn is drawn by what is left of it."""
         stretches = self._stretches(cursor, start)
-        for name, stretch in zip(groups.names, stretches, strict=True):
-            self._check(cursor, stretch, f"group {name!r}: ")
-        firsts = groups.firsts.tolist()
+        for name, stretch in zip(self._parts.names, stretches, strict=True):
+            self._check(cursor, stretch, name)
+        firsts, apart = self._parts.firsts.tolist(), self.order.apart is not None
         done = [one.start - first for one, first in zip(stretches, firsts, strict=True)]
         ends = [one.end - first for one, first in zip(stretches, firsts, strict=True)]
-        seed = (self.order.seed, *cursor.pass_key) if self.order.shuffle else None
-        turn = groups.turn(done, ends, seed)
+        key = (self.order.seed, *cursor.pass_key) if self.order.shuffle else None
+        turn = self._parts.turn(done, ends, key)
         if begun is not None:
             end = begun.cursor.start + begun.length
             yield replace(begun, end=end if turn is None else _MOST_POSITIONS)
+        number = 1
         while turn is not None:
             here, at = stretches[turn], firsts[turn] + done[turn]
-            before = replace(cursor, start=at, stop=at, groups=tuple(done))
-            last = at >= here.tail
-            length = here.end - here.tail if last else self.window
-            done[turn] += length
-            following = groups.turn(done, ends, seed)
-            end = at + length if following is None else _MOST_POSITIONS
-            stays = here.stays if last else None
-            yield self._span(before, at, length, 1, stays, end=end)
-            turn = following
+            before = replace(cursor, groups=tuple(done)) if apart else cursor
+            number = min(number, (here.tail - at) // self.window)
+            length = self.window if number else here.end - here.tail
+            done[turn] += max(number, 1) * length
+            turn = self._parts.turn(done, ends, key)
+            stop = at + max(number, 1) * length
+            end = stop if turn is None else _MOST_POSITIONS
+            stays = None if number else here.stays
+            yield self._span(before, at, length, max(number, 1), stays, end=end)
+            number = min(2 * max(number, 1), self._most_windows)
 
     def _begun(self, cursor: Cursor) -> tuple[Span | None, int]:
         """The window that a cursor stands in, and where the next one starts.
@@ -483,7 +443,7 @@ class Plan:
         start, stop, left = cursor.start, cursor.stop, cursor.left
         if start == stop or (left is not None and not left.any()):
             return None, stop
-        end = self._end(stop, start)
+        end = self._end(self._parts.at(start), stop)
         while True:
             if 0 < end - stop < self.ranks.number:
                 left, stop = self._joined(cursor, left, stop, end), end
@@ -541,51 +501,32 @@ class Plan:
 
     # ------------------------------------------------------------------ where windows lie
 
-    def _whole(self, start: int, tail: int) -> Iterator[tuple[int, int]]:
-        """The starts of blocks of whole windows, and how many windows each has: more and more."""
-        samples = _WIDE_BLOCK_SAMPLES if self.sizes.axes > 1 else _BLOCK_SAMPLES
-        order = self.order
-        labels = order.groups is not None or order.units is not None
-        most = 1 if labels or self.rules.packing is not None else max(samples // self.window, 1)
-        windows = 1
-        while start < tail:
-            windows = min(windows, (tail - start) // self.window)
-            yield start, windows
-            start += windows * self.window
-            windows = min(2 * windows, most)
-
-    def _end(self, start: int, begun: int = -1) -> int:
-        """The end of a pass that goes on at `start`, less an incomplete step that is dropped.
-
-        Where windows are of one group each, the end of the group that has the position `begun`.
-        """
-        total, groups = len(self.order), self.order.apart
-        if groups is not None:
-            group = groups.at(begun)
-            return int(groups.firsts[group] + groups.counts[group])
+    def _end(self, part: int, start: int) -> int:
+        """The end of a part of a pass that goes on at `start`, less a step that is dropped."""
+        end = int(self._parts.firsts[part] + self._parts.counts[part])
         if self.drop_last and self.ranks.even_sums:
-            return total - (total - start) % self.window
-        return total
+            end -= (end - start) % self.window
+        return end
 
     def _stretches(self, cursor: Cursor, start: int) -> list[Stretch]:
         """The windows after the one that a cursor stands in: in turn, or of each group."""
-        groups = self.order.apart
-        if groups is None:
-            return [self._stretch(cursor, start, self._end(start))]
-        starts = groups.firsts + (cursor.groups or np.zeros_like(groups.firsts))
-        if cursor.start < cursor.stop:
-            starts[groups.at(cursor.start)] = start
-        ends = groups.firsts + groups.counts
-        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
-        stretches = [self._stretch(cursor, *pair) for pair in pairs]
-        if cursor.groups is None and all(one.start == one.end for one in stretches):
+        parts = self._parts
+        starts = parts.firsts + (0 if cursor.groups is None else np.array(cursor.groups))
+        if self.order.apart is None:
+            starts[0] = start
+        elif cursor.start < cursor.stop:
+            starts[parts.at(cursor.start)] = start
+        begins = enumerate(starts.tolist())
+        stretches = [self._stretch(cursor, at, self._end(part, at)) for part, at in begins]
+        fresh = not cursor.stop and cursor.groups is None
+        if fresh and not any(one.end > one.start for one in stretches):
             raise OptionError(
-                f"drop_last=True leaves nothing of the epoch's {len(self.order)} samples: those of "
-                "no group fill one micro-batch on each rank"
+                f"drop_last=True leaves nothing of the epoch's {self.order.samples} samples: they "
+                "do not fill one micro-batch on each rank, nor do those of any group"
             )
         return stretches
 
-    def _check(self, cursor: Cursor, stretch: Stretch, name: str = "") -> None:
+    def _check(self, cursor: Cursor, stretch: Stretch, name: Any) -> None:
         """Raise an `UnevenRanksError` where a window cannot be dealt evenly."""
         _, tail, end, stays = stretch
         try:
@@ -594,7 +535,8 @@ class Plan:
             elif not self._last_is_even or 0 < end - tail < self.ranks.number:
                 self._needed(cursor, tail, end - tail, left=stays)
         except UnevenRanksError as error:
-            raise UnevenRanksError(f"{name}{error}") from None
+            group = "" if self.order.apart is None else f"group {name!r}: "
+            raise UnevenRanksError(f"{group}{error}") from None
 
     def _stretch(self, cursor: Cursor, start: int, end: int) -> Stretch:
         """Windows from a position to the end of a pass, or of a group; see `Stretch`."""
@@ -628,11 +570,6 @@ class Plan:
         sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
         stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
-            if not tail and self.order.apart is None:
-                raise OptionError(
-                    f"drop_last=True leaves nothing of the epoch's {end} samples: they do not "
-                    "fill one micro-batch on each rank"
-                )
             stays[:] = False
         return None if stays.all() else stays
 
@@ -742,8 +679,11 @@ class Plan:
         """
         start, tail, end, stays = stretch
         needed = self._needed(cursor, tail, end - tail, left=stays)
-        for begins, windows in self._whole(start, tail):
-            needed += self._needed(cursor, begins, self.window, windows)
+        block = self._most_windows * self.window
+        for at in range(start, tail, block):
+            needed += self._needed(
+                cursor, at, self.window, (min(tail, at + block) - at) // self.window
+            )
         return needed
 
     def _needed(
@@ -797,8 +737,3 @@ class Plan:
         return plan_report(
             blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window
         )
-
-
-def _with(groups: tuple[int, ...], group: int, more: int) -> tuple[int, ...]:
-    """Samples of each group that are done, with more of one group."""
-    return (*groups[:group], groups[group] + more, *groups[group + 1 :])

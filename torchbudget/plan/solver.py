@@ -450,7 +450,22 @@ def solve(
     if key.shuffle:
         rounds = rounds[_shuffled(block.rounds, key)]
     number = rounds.reshape(-1)
-    return replace(block, starts=block.starts[number], stops=block.stops[number])
+    block = replace(block, starts=block.starts[number], stops=block.stops[number])
+    is_alike = labels.groups is None and labels.units is None
+    return _first_come(block) if is_alike and rules.packing is not None else block
+
+
+def _first_come(block: Block) -> Block:
+    """Let samples of one size come in their order, so that those that are left are runs of them.
+
+    Packed batches take every size, and a state would not be small otherwise.
+    """
+    counts = block.stops - block.starts
+    turns = np.repeat(block.starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    sizes = block.sizes.reshape(len(turns), -1).T
+    samples = np.empty_like(block.samples)
+    samples[turns[np.lexsort(sizes[:, turns])]] = block.samples[np.lexsort((block.samples, *sizes))]
+    return replace(block, samples=samples)
 
 
 def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
@@ -545,41 +560,24 @@ def without_last(
     """
     windows = _arranged(sizes[None], rules, strips, labels)
     starts = windows.cut(np.array([rules.budget_bytes]))[0]
-    stops = np.append(starts[1:], len(sizes))
-    room = _room(windows, starts, stops)
-    last = int(room.argmax())
+    stops, own = np.append(starts[1:], len(sizes)), windows.sizes[0]
+    fits = np.full(len(starts), rules.packing is not None)
+    fits[windows.ends] = True  # every other run of a padded window took all that fits
+    for cost, room in rules.summed:
+        items, least = (cost.item_bytes(rules.padded(of)) for of in (own, sizes.min(axis=0)))
+        fits &= over_runs(np.add, items, starts) + least <= room
+    longest: IntArray | int | None = rules.most
+    if rules.packing is None:
+        largest = over_runs(np.maximum, own, starts)
+        longest = rules.rounded(rules.capacity(largest, rules.budget_bytes))
+    fits &= True if longest is None else stops - starts < longest
     stays = np.ones(len(sizes), np.bool_)
-    if room[last] > 0:
+    if fits.any():
+        costs = run_costs(own, starts, stops, rules, rules.cost)
+        last = int(np.where(fits, costs, MAX_BYTES).argmin())
         stays[windows.samples[starts[last] : stops[last]]] = False
     largest = sizes.max(axis=0)
     if ranks.number > 1 and rules.alike(largest) < 2:
         still = windows.samples[stays[windows.samples]]
         stays[still[len(still) - len(still) % ranks.number :]] = False
     return stays
-
-
-def _room(windows: Windows, starts: IntArray, stops: IntArray) -> IntArray:
-    """The room that is left in each run; above 0 only where another sample would fit."""
-    sizes, rules = windows.sizes[0], windows.rules
-    if rules.packing is None:
-        # Every run but the last one, of each group, took all that fits.
-        room = np.zeros_like(starts)
-        largest = over_runs(np.maximum, sizes, starts)[windows.ends]
-        fits = rules.rounded(rules.capacity(largest, rules.budget_bytes))
-        room[windows.ends] = fits - (stops - starts)[windows.ends]
-    else:
-        items = rules.packing.item_bytes(rules.padded(sizes))
-        room = rules.packing.room_bytes(rules.budget_bytes) - over_runs(np.add, items, starts)
-    if rules.most is not None:
-        room[stops - starts >= rules.most] = 0
-    if not rules.summed:
-        return room
-    padded = rules.padded(sizes)
-    items = np.array([cost.item_bytes(padded) for cost, _ in rules.summed])
-    sums = np.array([over_runs(np.add, row, starts) for row in items])
-    free = np.array([limit for _, limit in rules.summed])[:, None] - sums
-    fits = (free >= items.min(axis=1, keepdims=True)).all(axis=0)
-    if len(items) > 1:  # the smallest of every sum need not be one sample
-        for run in np.flatnonzero(fits):
-            fits[run] = (items <= free[:, run, None]).all(axis=0).any()
-    return np.where(fits, room, 0)
