@@ -27,9 +27,10 @@ from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
+from torchbudget.plan.micro_batch import MicroBatch, Window
 from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize
-from torchbudget.plan.plan import MicroBatch, Plan, Window
+from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable

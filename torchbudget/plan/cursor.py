@@ -218,10 +218,12 @@ def _groups(given: Any, start: int, stop: int, order: Order) -> tuple[int, ...] 
         return None
     sizes = groups.counts.tolist()
     valid = isinstance(given, list) and len(given) == len(sizes) and all(map(is_int, given))
-    if not valid or not all(0 <= n <= size for n, size in zip(given, sizes, strict=True)):
-        raise StateError(f"the state's groups must be {len(sizes)} numbers of samples: {given!r}")
-    if start < stop and groups.at(start) != groups.at(stop - 1):
-        raise StateError(f"positions {start} … {stop} are not of one group")
+    valid = valid and all(0 <= n <= size for n, size in zip(given, sizes, strict=True))
+    if not valid or (start < stop and groups.at(start) != groups.at(stop - 1)):
+        raise StateError(
+            f"the state's groups must be {len(sizes)} numbers of samples, and positions {start} … "
+            f"{stop} of one of them: {given!r}"
+        )
     return tuple(given)
 
 

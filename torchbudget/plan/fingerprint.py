@@ -65,15 +65,12 @@ def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
     return fingerprint(*parts)
 
 
-def _of_groups(groups: Groups) -> str:
-    if groups.members is None:
-        return fingerprint("mixed", groups.codes)
-    return fingerprint("apart", groups.members.astype(np.int64), groups.counts)
-
-
-def _of_units(units: Units) -> str:
-    form = "whole" if units.whole else "on one rank"
-    return fingerprint(form, units.members.astype(np.int64), units.firsts)
+def _of_labels(labels: Groups | Units | None) -> str | None:
+    if labels is None:
+        return None
+    members = labels.codes if labels.members is None else labels.members
+    form = f"{labels.members is None} {getattr(labels, 'whole', None)}"
+    return fingerprint(form, members.astype(np.int64), labels.firsts)
 
 
 def order_identity(order: Order, sizes: str) -> Plain:
@@ -89,7 +86,7 @@ def order_identity(order: Order, sizes: str) -> Plain:
         "skipped": fingerprint(order.skipped) if len(order.skipped) else None,
         "shuffle": order.shuffle,
         "weights": None if order.weights is None else fingerprint(order.weights),
-        "groups": None if order.groups is None else _of_groups(order.groups),
-        "units": None if order.units is None else _of_units(order.units),
+        "groups": _of_labels(order.groups),
+        "units": _of_labels(order.units),
         "seed": order.seed,
     }

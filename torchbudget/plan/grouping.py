@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cut import arrange
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Ranks, split_to
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.oversize import Oversize, oversized
 from torchbudget.plan.rules import BatchRules
@@ -142,31 +141,29 @@ class ByPredicate:
             axes = sizes.shape[1] if sizes.ndim == 2 else 1
             strips = max(round((len(sizes) / _TILE) ** (1 / axes)), 1)
             order = arrange(sizes[None], strips)[0].tolist()
-        batches: list[list[int]] = []
+        runs: list[int] = []  # the number of samples in each
         batch: list[Any] = []
         for place in order:
-            if batches and self.should_add(batch, samples[place]):
-                batches[-1].append(place)
+            if runs and self.should_add(batch, samples[place]):
+                runs[-1] += 1
                 batch.append(samples[place])
             else:
-                batches.append([place])
+                runs.append(1)
                 batch = [samples[place]]
-        if drop_last and batches:
-            batches.pop()
-        number = ranks.number
-        while len(batches) % number:
-            longest = max(range(len(batches)), key=lambda i: len(batches[i]))
-            half = len(batches[longest]) // 2
-            if not half:
-                raise UnevenRanksError(f"{len(batches)} single samples for {number} ranks")
-            batches[longest : longest + 1] = [batches[longest][:half], batches[longest][half:]]
-        places = np.array([place for batch in batches for place in batch], np.int64)
-        cuts = np.array([0, *accumulate(map(len, batches))])
-        starts, stops = cuts[:-1].reshape(-1, number), cuts[1:].reshape(-1, number)
+        if drop_last and runs:
+            del order[-runs.pop() :]
+        number, length = ranks.number, len(order)
+        target = -(-len(runs) // number) * number
+        if target > length:
+            raise UnevenRanksError(f"{length} samples for {number} ranks")
+        counts = np.array(runs, np.int64)
+        starts = split_to(np.cumsum(counts) - counts, length, counts, target)
+        stops = np.append(starts[1:], length)[: len(starts)]
+        starts, stops = starts.reshape(-1, number), stops.reshape(-1, number)
         if key.shuffle and len(starts):
             shuffled = np.argsort(key.words(np.array([len(starts)])))
             starts, stops = starts[shuffled], stops[shuffled]
-        return Rounds(places, starts.ravel().tolist(), stops.ravel().tolist())
+        return Rounds(np.array(order, np.int64), starts.ravel().tolist(), stops.ravel().tolist())
 
 
 Grouping: TypeAlias = ByCost | ByPredicate

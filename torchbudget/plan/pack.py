@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,6 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import AdditiveCost, IntArray
 from torchbudget.plan.cut import Windows, ascending
 from torchbudget.plan.rules import BatchRules
-
-# Amounts of several limits are digits of one integer, each below a bit that no amount reaches.
-_DIGIT: Final = 64
-_ABOVE: Final = 1 << (_DIGIT - 1)
 
 
 class PackedWindow(Windows):
@@ -89,12 +85,8 @@ def parts_of(
 
 def of_items(values: IntArray, items: IntArray) -> IntArray:
     """Sums of the samples' values over each item, in integers."""
-    if len(items) == items.max() + 1:
-        sums = np.empty_like(values)
-        sums[items] = values
-    else:
-        sums = np.zeros(int(items.max()) + 1, np.int64)
-        np.add.at(sums, items, values)
+    sums = np.zeros(int(items.max()) + 1, np.int64)
+    np.add.at(sums, items, values)
     return sums
 
 
@@ -135,12 +127,13 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
     shares = parts / np.maximum(rooms, 1)[:, None]
     weights = shares.sum(axis=0) if work is None else work
     order = np.argsort(-weights, kind="stable")
-    # What is left of all rooms of a bin is compared by one subtraction: a digit that would fall
-    # below 0 loses the bit above it.
-    items = _joined(parts[:, order].tolist())
-    least = _joined(np.minimum.accumulate(parts[:, order[::-1]], axis=1)[:, ::-1].tolist())
-    (enough,) = _joined([[_ABOVE]] * len(rooms))
-    (whole,) = _joined([[_ABOVE + room] for room in rooms])
+    # Amounts of all rooms are digits of one integer, each below a bit that no room reaches. What is
+    # left of a bin is compared by one subtraction: a digit that would fall below 0 loses that bit.
+    bits = max(rooms).bit_length()
+    items = _joined(parts[:, order].tolist(), bits)
+    least = _joined(np.minimum.accumulate(parts[:, order[::-1]], axis=1)[:, ::-1].tolist(), bits)
+    (enough,) = _joined([[1 << bits]] * len(rooms), bits)
+    (whole,) = _joined([[(1 << bits) + room] for room in rooms], bits)
     weights, largest = weights[order].tolist(), shares.max(axis=0)[order].tolist()
     opened = min(bins, len(items))
     left = [whole - item for item in items[:opened]]
@@ -151,7 +144,7 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
     parked: list[tuple[float, Any, int]] = []
 
     def free(number: int) -> float:
-        digits = (left[number] >> _DIGIT * k & _ABOVE - 1 for k in range(len(rooms)))
+        digits = (left[number] >> (bits + 1) * k & (1 << bits) - 1 for k in range(len(rooms)))
         return min(d / max(room, 1) for d, room in zip(digits, reversed(rooms), strict=True))
 
     for item, weight, share, smallest in zip(
@@ -181,11 +174,11 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
     return found
 
 
-def _joined(digits: list[list[int]]) -> list[int]:
-    """Numbers with these digits, a row for each digit, the highest first."""
+def _joined(digits: list[list[int]], bits: int) -> list[int]:
+    """Numbers with these digits of some bits and one above, a row for each, the highest first."""
     numbers = digits[0]
     for row in digits[1:]:
-        numbers = [high << _DIGIT | low for high, low in zip(numbers, row, strict=True)]
+        numbers = [high << bits + 1 | low for high, low in zip(numbers, row, strict=True)]
     return numbers
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,12 +24,12 @@ from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.groups import Groups
+from torchbudget.plan.micro_batch import MicroBatch, Span, Window
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import (
-    Block,
     WindowKey,
     best_strips,
     default_window,
@@ -50,32 +50,6 @@ _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
 
 
-@dataclass(frozen=True, eq=False)  # without slots, for the cached property
-class Span:
-    """Consecutive windows of one length, solved by one call.
-
-    Attributes:
-        plan: that dealt them.
-        cursor: the beginning of the first window.
-        length: positions in each window.
-        end: the position at which the pass ends.
-        indices: indices in the data set, shape `(windows·S,)`; `block` refers to them.
-        block: the micro-batches.
-    """
-
-    plan: Plan
-    cursor: Cursor
-    length: int
-    end: int
-    indices: IntArray
-    block: Block
-
-    @cached_property
-    def amounts(self) -> IntArray:
-        """The padded size of each micro-batch; of packed ones the sum; `(micro-batches, d)`."""
-        return self.block.amounts(self.plan.rules)
-
-
 class Stretch(NamedTuple):
     """Whole windows, and the last one of a pass or of a group.
 
@@ -93,125 +67,6 @@ class Stretch(NamedTuple):
     tail: int
     end: int
     stays: BoolArray | None
-
-
-@dataclass(slots=True, eq=False)
-class Window:
-    """One window of a span, on one rank: the micro-batches that come in this iteration, in turn.
-
-    Attributes:
-        span: that it is part of.
-        number: of the window in the span.
-        first: this rank's first micro-batch in the span's block.
-        rounds: numbers of the micro-batches within the window.
-        starts: the first sample of each of them in `span.indices`.
-        stops: the end of each.
-        done: micro-batches of the epoch that were done before the window's first round.
-        ends_epoch: whether the last of them is the last one of the epoch.
-    """
-
-    span: Span
-    number: int
-    first: int
-    rounds: range
-    starts: list[int]
-    stops: list[int]
-    done: int
-    ends_epoch: bool
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return map(MicroBatch, repeat(self), self.rounds)
-
-    def lists(self) -> Iterator[list[int]]:
-        """The indices of each micro-batch in turn, as a list."""
-        views = map(self.span.indices.__getitem__, map(slice, self.starts, self.stops))
-        return map(np.ndarray.tolist, views)
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Epoch, pass, and positions in windows before it: comparable with `Cursor.place`."""
-        epoch, number, before = self.span.cursor.place
-        return epoch, number, before + self.number * self.span.length
-
-    @property
-    def steps(self) -> list[int]:
-        """Micro-batches of each optimizer step of `rounds`."""
-        rounds = len(self.rounds)
-        return [rounds] if self.span.plan.ranks.even_sums else [1] * rounds
-
-
-class MicroBatch:
-    """One micro-batch of the plan, on one rank.
-
-    One is made for each batch of an epoch, so that only two slots are filled: everything else is
-    computed when it is asked for.
-
-    Attributes:
-        window: that it is part of.
-        turn: the round of the window that it is in.
-    """
-
-    __slots__ = ("turn", "window")
-
-    def __init__(self, window: Window, turn: int) -> None:
-        self.window, self.turn = window, turn
-
-    @property
-    def indices(self) -> IntArray:
-        """Positions in the data set, shape `(n,)`."""
-        window = self.window
-        place = self.turn - window.rounds.start
-        return window.span.indices[window.starts[place] : window.stops[place]]
-
-    @property
-    def padded_size(self) -> IntArray:
-        """The padded size as planned, shape `(d,)`; of packed samples, the sum of their sizes."""
-        padded: IntArray = self.window.span.amounts[self._place]
-        return padded
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether it is the last micro-batch of its optimizer step."""
-        return not self.window.span.plan.ranks.even_sums or self._is_last
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether another micro-batch has its sample: see `Ranks.repeats`."""
-        span, block = self.window.span, self.window.span.block
-        sample = block.samples[block.starts[self._place]]
-        return bool(sample >= span.length * len(block.rounds))
-
-    @property
-    def after(self) -> Cursor:
-        """The place where the epoch stands after it; after the epoch's last one, the next epoch."""
-        window, span = self.window, self.window.span
-        plan, begun, length = span.plan, span.cursor, span.length
-        done, start = window.done + self.turn + 1, begun.start + window.number * length
-        if self._is_last:
-            groups = begun.groups
-            if groups is not None and plan.order.apart is not None:
-                group = plan.order.apart.at(start)
-                groups = (*groups[:group], groups[group] + length, *groups[group + 1 :])
-            stop = start + length
-            here = replace(begun, start=stop, stop=stop, left=None, done=done, groups=groups)
-            if stop >= span.end:
-                if plan.batches_per_epoch is None:
-                    return begun.next_epoch()
-                here = here.next_pass()
-        else:
-            stop, rounds = start + length, self.turn + 1
-            here = replace(begun, start=start, stop=stop, rounds=rounds, done=done, plan=plan)
-        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether it is the last micro-batch of its window."""
-        return self.turn + 1 == int(self.window.span.block.rounds[self.window.number])
-
-    @property
-    def _place(self) -> int:
-        """Its number in the span's block."""
-        return self.window.first + self.turn * self.window.span.plan.ranks.number
 
 
 class Plan:

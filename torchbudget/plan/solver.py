@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange, ascending
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
@@ -256,12 +256,12 @@ def rounds_needed(
 
     Returns:
         What `Block.rounds` will be, shape `(windows,)`. Takes a part of the time, since the windows
-        are cut once, and are not dealt, unless units make that necessary.
+        are cut once, and are not dealt, unless they are packed or have units.
 
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
-    if ranks.number > 1 and labels.units is not None and not labels.whole:
+    if rules.packing is not None or labels.units is not None:
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
     windows = _arranged(sizes, rules, strips, labels)
     cuts = windows.cut(np.full(len(sizes), rules.budget_bytes))
@@ -301,12 +301,7 @@ def _cut_into(
 
 
 def _dealt_first(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    ranks: Ranks,
-    strips: int | None,
-    labels: Labels,
-    rounds: int | None = None,
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, strips: int | None, labels: Labels
 ) -> Block | None:
     """Give units of even work to the ranks, and cut each rank's samples by themselves.
 
@@ -315,62 +310,55 @@ def _dealt_first(
         sizes: of one window, shape `(1, S)` or `(1, S, d)`.
         ranks: that share the window.
         strips: see `solve`.
-        labels: see `solve`.
-        rounds: micro-batches of each rank. Default: as many as the ranks turn out to need.
+        labels: see `solve`; without units, each sample is one.
 
     Returns:
-        The micro-batches, in each round the next costliest of every rank; `None` where a rank needs
-        other numbers than `rounds`.
+        The micro-batches, in each round the next costliest of every rank; `None` where a rank has
+        too few samples for as many as another one needs, and they may be dealt otherwise.
 
     Raises:
-        UnevenRanksError: without `rounds`, where a rank has too few samples.
+        UnevenRanksError: they may not, as units stay on one rank.
     """
-    every = np.arange(sizes.shape[1])
+    every, number = np.arange(sizes.shape[1]), ranks.number
     units = labels.take(every).units
     units = every if units is None else units
+    stay = labels.units is not None and not labels.whole
     work = np.bincount(units, work_of(rules, sizes[0]))
-    if labels.whole or labels.units is None:
-        parts, rooms = parts_of(rules, sizes[0], units)
-    else:
-        of_samples, rooms = parts_of(rules, sizes[0], every)
-        parts = np.array([of_items(row, units) for row in of_samples])
-    tried = rounds or -(-fewest_bins(parts, rooms) // ranks.together) * ranks.multiple
+    parts, rooms = parts_of(rules, sizes[0], every if stay else units)
+    if stay:
+        parts = np.array([of_items(row, units) for row in parts])
+    rounds = -(-fewest_bins(parts, rooms) // ranks.together) * ranks.multiple
     while True:
-        wide = [min(room * tried, MAX_BYTES) for room in rooms]
-        rank_of = spread(np.minimum(parts, np.array(wide)[:, None]), wide, ranks.number, work)[
-            units
-        ]
-        needed, own = tried + 1, []
-        if rank_of.max() < ranks.number:
-            for rank in range(ranks.number):
-                places = np.flatnonzero(rank_of == rank)
-                if len(places):
-                    window = _arranged(sizes[:, places], rules, strips, labels.take(places))
-                    own.append((places, window, _in_rounds(window, tried)))
-            needed = max(len(starts) for _, _, starts in own)
-        if rounds is None and needed > tried:
-            tried = -(-needed // ranks.multiple) * ranks.multiple
-        else:
+        wide = [min(room * rounds, MAX_BYTES) for room in rooms]
+        of_rank = spread(np.minimum(parts, np.array(wide)[:, None]), wide, number, work)[units]
+        places, firsts = grouped_by(of_rank)
+        mine = np.split(places, firsts[1:])
+        cuts: list[IntArray] = []
+        if len(mine) <= number:
+            windows = [_arranged(sizes[:, at], rules, strips, labels.take(at)) for at in mine]
+            cuts = [_in_rounds(window, rounds) for window in windows]
+        needed = max(map(len, cuts), default=rounds + 1)
+        if needed <= rounds:
             break
-    if len(own) < ranks.number or any(len(starts) != tried for _, _, starts in own):
-        if rounds is None:
-            fewest = min(len(places) for places, _, _ in own) if len(own) == ranks.number else 0
-            raise UnevenRanksError(
-                f"{len(work)} units cannot be dealt evenly to {ranks.number} ranks, since those of "
-                f"one rank have {fewest} samples, and another needs {tried} micro-batches; use at "
-                "least as many units of each rank, fewer ranks or a larger budget"
-            )
-        return None
+        rounds = -(-needed // ranks.multiple) * ranks.multiple
+    if len(mine) < number or min(map(len, cuts)) < rounds:
+        if not stay:
+            return None
+        raise UnevenRanksError(
+            f"{len(work)} units cannot be dealt evenly to {number} ranks: one rank's units have "
+            f"{min(map(len, mine)) if len(mine) == number else 0} samples, and another's need "
+            f"{rounds} micro-batches; use more units, fewer ranks or a larger budget"
+        )
     bins = np.empty_like(every)
-    for rank, (places, window, starts) in enumerate(own):
-        stops = np.append(starts[1:], len(places))
-        costs = run_costs(window.sizes[0], starts, stops, rules, rules.work)
-        turns = np.empty_like(starts)
-        turns[np.argsort(-costs, kind="stable")] = np.arange(tried)
-        bins[places[window.samples]] = np.repeat(turns * ranks.number + rank, stops - starts)
+    for rank, (at, window, starts) in enumerate(zip(mine, windows, cuts, strict=True)):
+        lengths = np.diff(starts, append=len(at))
+        bins[at[window.samples]] = np.repeat(every[:rounds] * number + rank, lengths)
     samples, starts = grouped_by(bins)
-    stops = np.append(starts[1:], len(samples))
-    return Block(samples, sizes[0][samples], starts, stops, np.array([tried]))
+    stops, dealt = np.append(starts[1:], len(samples)), sizes[0][samples]
+    costs = run_costs(dealt, starts, stops, rules, rules.work).reshape(rounds, number)
+    turns = np.argsort(-costs, axis=0, kind="stable") * number + np.arange(number)
+    starts, stops = starts[turns.reshape(-1)], stops[turns.reshape(-1)]
+    return Block(samples, dealt, starts, stops, np.array([rounds]))
 
 
 def _in_rounds(window: Windows, rounds: int) -> IntArray:
@@ -393,10 +381,6 @@ def _cut_first(
     cuts = arranged.cut(budgets)
     if ranks.together > 1:
         needed = least_rounds(_numbers(cuts), len(arranged.firsts), ranks)
-        if isinstance(arranged, PackedWindow):
-            block = _dealt_first(rules, sizes, ranks, strips, labels, int(needed[0]))
-            if block is not None:
-                return block
         cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
     counts = _numbers(cuts)
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
@@ -438,8 +422,11 @@ def solve(
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
-    by_unit = ranks.number > 1 and labels.units is not None and not labels.whole
-    block = _dealt_first(rules, sizes, ranks, strips, labels) if by_unit else None
+    packs = rules.packing is not None and labels.groups is None
+    first = packs or (labels.units is not None and not labels.whole)
+    block = None
+    if first and ranks.together > 1:
+        block = _dealt_first(rules, sizes, ranks, strips, labels)
     if block is None:
         block = _cut_first(rules, sizes, ranks, strips, labels)
     if key is None:
@@ -460,11 +447,15 @@ def _first_come(block: Block) -> Block:
 
     Packed batches take every size, and a state would not be small otherwise.
     """
+    sizes, length = block.sizes, len(block.samples)
+    kinds = sizes if sizes.ndim == 1 else np.unique(sizes, axis=0, return_inverse=True)[1]
     counts = block.stops - block.starts
-    turns = np.repeat(block.starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    sizes = block.sizes.reshape(len(turns), -1).T
+    turns = np.repeat(block.starts - (np.cumsum(counts) - counts), counts) + np.arange(length)
+    places = np.empty_like(turns)
+    places[block.samples] = np.arange(length)
+    come, order = (at[ascending(kinds[None, at])[0]] for at in (turns, places))
     samples = np.empty_like(block.samples)
-    samples[turns[np.lexsort(sizes[:, turns])]] = block.samples[np.lexsort((block.samples, *sizes))]
+    samples[come] = block.samples[order]
     return replace(block, samples=samples)
 
 
