@@ -120,7 +120,7 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     assert counted(batch for epoch in epochs for batch in epoch) == Counter(range(len(sizes)))
     assert all(sum(sampler.steps) == len(epochs[0]) for sampler in those)
     assert {sampler.epoch for sampler in those} == {1}
-    order = those[0].plan.order.of_pass(0, 0).indices(begun, len(sizes))
+    order = those[0].plan.order.indices((0, 0), begun, len(sizes))
     for batch in (batch for epoch in epochs for batch in epoch):
         if len(batch) > 1 and set(order.tolist()).issuperset(batch):
             assert corrected.batch_bytes(len(batch), sizes[batch].max(0)) <= budget

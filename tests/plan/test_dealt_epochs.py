@@ -13,9 +13,7 @@ from tests.support.sampler_cases import samplers
 from tests.support.samplers import TOKENS, counted, sampler_of
 from torchbudget import PaddedCost
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import rotate
-from torchbudget.plan.plan import Plan
 from torchbudget.plan.solver import WindowKey
 
 # ---------------------------------------------------------------------- fair over time
@@ -113,34 +111,3 @@ def test_eight_ranks_do_the_same_work(cost: Any, most: float) -> None:
     measured = together.max(axis=0).sum() / together.mean(axis=0).sum()
     assert measured <= most
     assert reported == pytest.approx(measured)
-
-
-# ---------------------------------------------------------------------- several threads
-
-
-@pytest.mark.parametrize("reads", range(1, 9))
-def test_threads_read_an_epoch_each(reads: int) -> None:
-    """What one thread takes does not depend on the pass that another one asks for meanwhile."""
-
-    class Shared(Plan):
-        """Another thread asks for pass 9 after so many looks at what is kept of a pass."""
-
-        looks = 0
-
-        @property
-        def _pass_order(self) -> Any:
-            found = vars(self).get("kept")
-            self.looks += 1
-            if self.looks % reads == 0:
-                self._pass_order = (9, 0), self.order.of_pass(9, 0)
-            return found
-
-        @_pass_order.setter
-        def _pass_order(self, value: Any) -> None:
-            vars(self)["kept"] = value
-
-    sampler = sampler_of(np.arange(1, 200), 300, window=20)
-    plan = sampler.plan
-    shared = Shared(plan.sizes, plan.rules, plan.order, window=20)
-    records = shared.micro_batches(Cursor(epoch=0), rank=0)
-    assert [record.indices.tolist() for record in records] == list(sampler)

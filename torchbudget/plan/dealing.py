@@ -49,13 +49,16 @@ class Ranks:
         return self.number * self.multiple
 
 
-def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray:
+def least_rounds(
+    micro_batches: IntArray, length: int, ranks: Ranks, of: str = "samples"
+) -> IntArray:
     """The number of micro-batches that each rank gets of each window.
 
     Args:
         micro_batches: micro-batches of each window under the whole budget, shape `(windows,)`.
-        length: samples in each window.
+        length: samples in each window, or units that stay in one micro-batch.
         ranks: ranks that share the windows.
+        of: name of those, for messages.
 
     Returns:
         Shape `(windows,)`.
@@ -68,9 +71,9 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     if most > length and not ranks.repeats:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
-            f"{length} samples (or units) that need {int(micro_batches.max())} micro-batches "
+            f"{length} {of} that need {int(micro_batches.max())} micro-batches "
             f"cannot be dealt evenly to {ranks.number} ranks{multiples} without repeating or "
-            f"dropping one; use at least {most} samples, another number of ranks or a larger "
+            f"dropping one; use at least {most} {of}, another number of ranks or a larger "
             "budget; a sampler or stream can drop the rest (drop_last=True)"
         )
     return rounds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +48,7 @@ class Order:
     seed: int = 0
     groups: Groups | None = None
     units: Units | None = None
+    _cumulative: FloatArray | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(
@@ -104,8 +105,11 @@ class Order:
             raise OptionError(
                 f"weights must be finite and at least 0; weight {bad[0]} is {self.weights[bad[0]]}"
             )
-        if not np.delete(self.weights, self.skipped).any():
+        weights = np.delete(self.weights, self.skipped)
+        if not weights.any():
             raise OptionError("no sample that can be drawn has a weight above 0")
+        # Weights are relative: their sum must not overflow.
+        object.__setattr__(self, "_cumulative", np.cumsum(weights / weights.max()))
 
     def __len__(self) -> int:
         """Positions in a pass: samples to draw from, or units."""
@@ -139,10 +143,6 @@ class Order:
                 f"{dataset_length:,} samples: pass one size for each sample"
             )
 
-    def of_pass(self, first: int, number: int) -> EpochOrder:
-        """The order of one pass: pass `number`, counted from epoch `first` on."""
-        return EpochOrder(self, first, number)
-
     def to_index(self, ranks: IntArray) -> IntArray:
         """The index in the data set of the kept sample number `ranks`; O(log skipped) each."""
         if not len(self.skipped):
@@ -151,59 +151,45 @@ class Order:
         index: IntArray = ranks + np.searchsorted(kept_before, ranks, side="right")
         return index
 
-
-class EpochOrder:
-    """The order of one pass, evaluated over ranges of positions."""
-
-    __slots__ = ("_cumulative", "_first", "_number", "_order")
-
-    def __init__(self, order: Order, first: int, number: int) -> None:
-        self._order, self._first, self._number = order, first, number
-        self._cumulative: FloatArray | None = None
-        if order.weights is not None:
-            weights = np.delete(order.weights, order.skipped)
-            # Weights are relative: their sum must not overflow.
-            self._cumulative = np.cumsum(weights / weights.max())
-
-    def indices(self, start: int, stop: int) -> IntArray:
-        """The indices of the samples at positions `start … stop`, int64.
+    def indices(self, key: tuple[int, int], start: int, stop: int) -> IntArray:
+        """The indices of the samples at positions `start … stop` of a pass, int64.
 
         Shape `(stop − start,)`, or more for units, one after the other. O(stop − start) anywhere in
         the pass (times log N with weights). Where windows are of one group each, the positions must
         be of one group.
-        """
-        units, found = self._order.units, self._items(start, stop)
-        return found if units is None else units.samples(found)
 
-    def _items(self, start: int, stop: int) -> IntArray:
-        order, groups = self._order, self._order.groups
+        Args:
+            key: of the pass: the epoch that passes are counted from, and its number from there.
+            start: first position.
+            stop: the position after the last.
+        """
+        found = self._items(*key, start, stop)
+        return found if self.units is None else self.units.samples(found)
+
+    def _items(self, first: int, number: int, start: int, stop: int) -> IntArray:
+        groups, key = self.groups, (first, Stream.PASS, number)
         if groups is not None and groups.members is not None:
             group = groups.at(start)
             before = int(groups.firsts[group])
             places: slice | IntArray = slice(start, stop)
-            if order.shuffle:
-                words = self._first, Stream.PASS, self._number, group
-                permutation = _permutation(int(groups.counts[group]), order.seed, *words)
+            if self.shuffle:
+                permutation = _permutation(int(groups.counts[group]), self.seed, *key, group)
                 places = permutation.stretch(start - before, stop - before) + before
             return groups.members[places].astype(np.int64)
         if self._cumulative is not None:
-            ranks = self._draw(self._cumulative, start, stop)
-        elif order.shuffle:
-            key = self._first, Stream.PASS, self._number
-            ranks = _permutation(len(order), order.seed, *key).stretch(start, stop)
+            words = random_words(
+                self.seed, first, Stream.DRAW, number, start=start, count=stop - start
+            )
+            total = self._cumulative[-1]
+            drawn = np.searchsorted(self._cumulative, _uniform(words) * total, side="right")
+            # Rounding may carry a draw onto the total itself: the last one of a positive weight.
+            last = np.searchsorted(self._cumulative, total, side="left")
+            ranks: IntArray = np.minimum(drawn, last).astype(np.int64)
+        elif self.shuffle:
+            ranks = _permutation(len(self), self.seed, *key).stretch(start, stop)
         else:
             ranks = np.arange(start, stop)
-        return ranks if order.units is not None else order.to_index(ranks)
-
-    def _draw(self, cumulative: FloatArray, start: int, stop: int) -> IntArray:
-        key = self._first, Stream.DRAW, self._number
-        words = random_words(self._order.seed, *key, start=start, count=stop - start)
-        total = cumulative[-1]
-        drawn = np.searchsorted(cumulative, _uniform(words) * total, side="right")
-        # Rounding may carry a draw onto the total itself: the last sample of a positive weight.
-        last = np.searchsorted(cumulative, total, side="left")
-        indices: IntArray = np.minimum(drawn, last).astype(np.int64)
-        return indices
+        return ranks if self.units is not None else self.to_index(ranks)
 
 
 def _uniform(words: WordArray) -> FloatArray:

@@ -25,7 +25,7 @@ from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.groups import Groups
 from torchbudget.plan.micro_batch import MicroBatch, Span, Window
-from torchbudget.plan.order import EpochOrder, Order
+from torchbudget.plan.order import Order
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
@@ -146,7 +146,6 @@ class Plan:
         one_by_one = labels or rules.packing is not None
         self._most_windows = 1 if one_by_one else max(samples // self.window, 1)
         self.strips = best_strips(survey[: self.window], rules)
-        self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
 
     def changed(
@@ -301,21 +300,13 @@ class Plan:
         end = self._end(self._parts.at(start), stop)
         while True:
             if 0 < end - stop < self.ranks.number:
-                left, stop = self._joined(cursor, left, stop, end), end
+                stop = end
             try:
                 return self._span(cursor, start, stop - start, 1, left), stop
             except UnevenRanksError:
                 if stop == end:
                     raise
-            more = min(self.window, end - stop)
-            left, stop = self._joined(cursor, left, stop, stop + more), stop + more
-
-    def _joined(self, cursor: Cursor, left: BoolArray | None, stop: int, end: int) -> BoolArray:
-        """Which samples are left of a cursor's window that later positions join."""
-        order = self._order_of(cursor)
-        if left is None:
-            left = np.ones(len(order.indices(cursor.start, stop)), np.bool_)
-        return np.append(left, np.ones(len(order.indices(stop, end)), np.bool_))
+            stop += min(self.window, end - stop)
 
     def _span(
         self,
@@ -329,7 +320,7 @@ class Plan:
     ) -> Span:
         """Solve windows: the function of (seed, epoch, position) that everything else asks."""
         order = self.order
-        indices, sizes = self._samples(cursor, start, length, windows, left)
+        indices, sizes, left = self._samples(cursor, start, length, windows, left)
         if self.ranks.repeats and windows == 1:
             most = self._needed(cursor, start, length, left=left) * self.ranks.number
             if most > len(indices):  # then no two samples share a micro-batch
@@ -422,7 +413,7 @@ class Plan:
         """Which samples of the last window stay, shape `(end − tail,)`; `None`: all."""
         if not self.drop_last or self.ranks.even_sums:
             return None
-        sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
+        sizes = self._sizes_at(self.order.indices(cursor.pass_key, tail, end))
         stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
             stays[:] = False
@@ -430,14 +421,17 @@ class Plan:
 
     def _samples(
         self, cursor: Cursor, start: int, length: int, windows: int, left: BoolArray | None
-    ) -> tuple[IntArray, npt.NDArray[Any]]:
-        """The indices of windows' samples, and their sizes, shape `(windows, S)` or with `d`.
+    ) -> tuple[IntArray, npt.NDArray[Any], BoolArray | None]:
+        """The indices of windows' samples, their sizes, `(windows, S)` or with `d`, and `left`.
+
+        All samples are left of the positions that joined a window.
 
         Raises:
             UnevenRanksError: there are fewer than ranks.
         """
-        indices = self._order_of(cursor).indices(start, start + windows * length)
+        indices = self.order.indices(cursor.pass_key, start, start + windows * length)
         if left is not None:
+            left = np.append(left, np.ones(len(indices) - len(left), np.bool_))
             indices = indices[left]
         if len(indices) < self.ranks.number and not self.ranks.repeats:
             raise UnevenRanksError(
@@ -445,17 +439,11 @@ class Plan:
                 f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"
             )
         sizes = self._sizes_at(indices)
-        return indices, sizes.reshape(windows, len(indices) // windows, *sizes.shape[1:])
+        return indices, sizes.reshape(windows, -1, *sizes.shape[1:]), left
 
     def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
         # The indices are in range by construction: "clip" spares NumPy checking each of them.
         return self.sizes.values.take(indices, axis=0, mode="clip")
-
-    def _order_of(self, cursor: Cursor) -> EpochOrder:
-        known = self._pass_order  # read once: another thread may read another pass
-        if known is None or known[0] != cursor.pass_key:
-            known = self._pass_order = cursor.pass_key, self.order.of_pass(*cursor.pass_key)
-        return known[1]
 
     # ------------------------------------------------------------------ what is left
 
@@ -490,7 +478,7 @@ class Plan:
 
         Shape `(samples of the window,)`; a function of the sizes: see `arrange`.
         """
-        sizes = self._sizes_at(self._order_of(cursor).indices(cursor.start, cursor.stop))
+        sizes = self._sizes_at(self.order.indices(cursor.pass_key, cursor.start, cursor.stop))
         positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
         return positions
 
@@ -552,7 +540,7 @@ class Plan:
         """Micro-batches that each rank needs of windows."""
         if not length:
             return 0
-        indices, sizes = self._samples(cursor, start, length, windows, left)
+        indices, sizes, _ = self._samples(cursor, start, length, windows, left)
         labels = self.order.labels_of(indices)
         rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, labels=labels)
         return int(rounds.sum())

@@ -380,7 +380,8 @@ def _cut_first(
     budgets = np.full(windows, rules.budget_bytes)
     cuts = arranged.cut(budgets)
     if ranks.together > 1:
-        needed = least_rounds(_numbers(cuts), len(arranged.firsts), ranks)
+        of = "samples" if arranged.units is None else "units"
+        needed = least_rounds(_numbers(cuts), len(arranged.firsts), ranks, of)
         cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
     counts = _numbers(cuts)
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)

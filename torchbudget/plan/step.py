@@ -130,7 +130,7 @@ def plan_step(
     )
     options = {"groups": groups, "units": units, "shuffle": False}
     order = Order.of(table, rules, oversize, apart=False, **options)
-    kept = order.of_pass(0, 0).indices(0, len(order))
+    kept = order.indices((0, 0), 0, len(order))
     block = solve(rules, table.values[kept][None], ranks, labels=order.labels_of(kept))
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]

@@ -55,10 +55,10 @@ class sample_forever(IterableDataset[Any]):  # noqa: N801  (used as a function, 
 
     def __iter__(self) -> Iterator[Any]:
         """Yield samples, from the beginning or from the loaded position."""
-        epoch = self._order.of_pass(self._epoch, 0)
+        key = self._epoch, 0
         while True:
             start = self._position
-            for index in epoch.indices(start, start + _CHUNK).tolist():
+            for index in self._order.indices(key, start, start + _CHUNK).tolist():
                 self._position += 1
                 yield self._dataset[index]
 
