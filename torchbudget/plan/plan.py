@@ -230,16 +230,8 @@ class Plan:
                     left -= to - begun
                     over = not left
                 here = slice(first + begun, first + to)
-                yield Window(
-                    span,
-                    number,
-                    first * ranks + rank,
-                    range(begun, to),
-                    starts[here],
-                    stops[here],
-                    done - begun,
-                    over,
-                )
+                mine = first * ranks + rank, range(begun, to), starts[here], stops[here]
+                yield Window(span, number, *mine, done=done - begun, ends_epoch=over)
                 if over:
                     return
                 first, done, begun = stop, done + to - begun, 0
@@ -326,20 +318,12 @@ class Plan:
             if most > len(indices):  # then no two samples share a micro-batch
                 indices = np.resize(indices, most)
                 sizes = self._sizes_at(indices)[None]
+        # Windows are counted over passes: those of a pass, those before, and these.
+        each, done = self._parts.counts, np.array(cursor.groups or [start])
+        whole, before = (int((-(-positions // self.window)).sum()) for positions in (each, done))
+        numbers = (cursor.first + cursor.number) * whole + before + np.arange(windows)
         places = start + np.arange(windows) * length
-        passes = cursor.first + cursor.number
-        numbers = passes * -(-len(order) // self.window) + places // self.window
-        if (groups := order.apart) is not None:  # windows before it, and in a pass
-            counts = np.array([cursor.groups or np.zeros_like(groups.counts), groups.counts])
-            before, whole = (-(-counts // self.window)).sum(axis=1)
-            numbers = np.array([passes * whole + before])
-        key = WindowKey(
-            seed=order.seed,
-            path=cursor.pass_key,
-            places=places,
-            numbers=numbers,
-            shuffle=order.shuffle,
-        )
+        key = WindowKey(order.seed, cursor.pass_key, places, numbers, order.shuffle)
         labels = self.order.labels_of(indices)
         block = solve(self.rules, sizes, self.ranks, key, strips=self.strips, labels=labels)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
@@ -372,14 +356,13 @@ class Plan:
             )
         return stretches
 
-    def _check(self, cursor: Cursor, stretch: Stretch, name: Any) -> None:
+    def _check(self, cursor: Cursor, stretch: Stretch, name: Any = None) -> None:
         """Raise an `UnevenRanksError` where a window cannot be dealt evenly."""
-        _, tail, end, stays = stretch
+        if self._last_is_even and not 0 < stretch.end - stretch.tail < self.ranks.number:
+            return
+        unsure = stretch._replace(start=stretch.tail) if self._all_are_even else stretch
         try:
-            if not self._all_are_even:
-                self._count(cursor, stretch)
-            elif not self._last_is_even or 0 < end - tail < self.ranks.number:
-                self._needed(cursor, tail, end - tail, left=stays)
+            self._count(cursor, unsure)
         except UnevenRanksError as error:
             group = "" if self.order.apart is None else f"group {name!r}: "
             raise UnevenRanksError(f"{group}{error}") from None
@@ -390,34 +373,26 @@ class Plan:
         if not rest and (start == end or not self.drop_last or self.ranks.even_sums):
             return Stretch(start, end, end, None)
         tail = end - (rest or self.window)
-        stays = self._stays(cursor, tail, end)
-        if tail - self.window >= start and not self._is_dealable(cursor, tail, end, stays):
-            tail -= self.window
-            stays = self._stays(cursor, tail, end)
-        if stays is not None and not stays.any():
-            return Stretch(start, tail, tail, None)
-        return Stretch(start, tail, end, stays)
-
-    def _is_dealable(self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None) -> bool:
-        if end - tail < self.ranks.number:
-            return False
-        if self._last_is_even:
-            return True
+        found = self._ended(cursor, start, tail, end)
+        if tail - self.window < start:
+            return found
         try:
-            self._needed(cursor, tail, end - tail, left=stays)
+            self._check(cursor, found._replace(start=found.tail))
         except UnevenRanksError:
-            return False
-        return True
+            is_even = False
+        else:
+            is_even = end - tail >= self.ranks.number
+        return found if is_even else self._ended(cursor, start, tail - self.window, end)
 
-    def _stays(self, cursor: Cursor, tail: int, end: int) -> BoolArray | None:
-        """Which samples of the last window stay, shape `(end − tail,)`; `None`: all."""
+    def _ended(self, cursor: Cursor, start: int, tail: int, end: int) -> Stretch:
+        """A stretch with this last window, less the samples that are dropped."""
         if not self.drop_last or self.ranks.even_sums:
-            return None
+            return Stretch(start, tail, end, None)
         sizes = self._sizes_at(self.order.indices(cursor.pass_key, tail, end))
         stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
-            stays[:] = False
-        return None if stays.all() else stays
+            return Stretch(start, tail, tail, None)
+        return Stretch(start, tail, end, None if stays.all() else stays)
 
     def _samples(
         self, cursor: Cursor, start: int, length: int, windows: int, left: BoolArray | None
