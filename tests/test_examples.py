@@ -162,6 +162,12 @@ def test_graphs_of_two_limits_and_groups_take_few_batches():
         assert least <= ours <= least + 2
 
 
+def test_rollouts_of_a_prompt_stay_on_one_rank():
+    """Ranks of one step are even, and more so than ranks that take the responses in turn."""
+    ours, in_turn = example("rollouts", "--prompts", 128, "--ranks", 4).splitlines()[-2:]
+    assert float(ours.split()[-1]) < 1.01 < float(in_turn.split()[-1])
+
+
 @pytest.mark.distributed
 def test_ranks_train_and_go_on(tmp_path):
     """Two ranks take the planned steps; called again with more epochs, they go on."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.checks import is_int
+from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain
 
@@ -21,16 +22,8 @@ if TYPE_CHECKING:
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-_PLACE: Final = (
-    "epoch",
-    "first",
-    "pass",
-    "start",
-    "stop",
-    "rounds",
-    "done",
-    "strips",
-)  # natural numbers
+# Natural numbers.
+_PLACE: Final = ("epoch", "first", "pass", "start", "stop", "rounds", "done", "strips")
 _KEYS: Final = frozenset([*_PLACE, "groups", "dealt", "left", "order", "dealing"])
 
 
@@ -108,20 +101,16 @@ class Cursor:
         Args:
             order: what must be the same for positions to mean the same samples.
         """
-        dealt, left, plan = self.left, None, self.plan
+        plan, dealt, left = self.plan, None, None
         if plan is not None:
             as_cut = plan.sorted_positions(self, plan.strips)
-            left = plan.left_of(self)
-            if left is not None:
-                left = left[as_cut]
-            if dealt is not None:
-                dealt = dealt[as_cut]
+            dealt, left = _text(self.left, as_cut), _text(plan.left_of(self), as_cut)
         place = (self.epoch, self.first, self.number, self.start, self.stop, self.rounds, self.done)
         return {
             **dict(zip(_PLACE, (*place, 0 if plan is None else plan.strips), strict=True)),
             "groups": None if self.groups is None else list(self.groups),
-            "dealt": _text(dealt),
-            "left": _text(left),
+            "dealt": dealt,
+            "left": left,
             "order": dict(order),
             "dealing": None if plan is None else plan.dealing_digest,
         }
@@ -227,10 +216,10 @@ def _groups(given: Any, start: int, stop: int, order: Order) -> tuple[int, ...] 
     return tuple(given)
 
 
-def _text(mask: BoolArray | None) -> str | None:
+def _text(mask: BoolArray | None, order: IntArray) -> str | None:
     if mask is None:
         return None
-    return base64.b85encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode("ascii")
+    return base64.b85encode(zlib.compress(np.packbits(mask[order]).tobytes(), 9)).decode("ascii")
 
 
 def _mask(text: object, length: int) -> BoolArray:

@@ -143,12 +143,11 @@ class Groups:
         if not apart:
             none = np.empty(0, np.int64)
             return cls(names.tolist(), codes, None, none, none)
-        if units is None:
-            members = _grouped(codes, skipped)
-            counts = np.bincount(codes[members], minlength=len(names))
-        else:
-            members = np.argsort(each[firsts], kind="stable")
-            counts = np.bincount(each[firsts], minlength=len(names))
+        members, of = _grouped(codes, skipped), codes
+        if units is not None:
+            of = each[firsts]
+            members = np.argsort(of, kind="stable")
+        counts = np.bincount(of[members], minlength=len(names))
         return cls(names.tolist(), codes[:0], members, counts, np.cumsum(counts) - counts)
 
     def at(self, position: int) -> int:

@@ -553,5 +553,5 @@ class Plan:
         beginning = Cursor(epoch=cursor.epoch, first=cursor.first, number=cursor.number)
         blocks = (span.block for span in self._spans_of_pass(beginning))
         return plan_report(
-            blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window
+            blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window_samples
         )

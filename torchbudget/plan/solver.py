@@ -265,11 +265,7 @@ def rounds_needed(
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
     windows = _arranged(sizes, rules, strips, labels)
     cuts = windows.cut(np.full(len(sizes), rules.budget_bytes))
-    return least_rounds(_numbers(cuts), len(windows.firsts), ranks)
-
-
-def _numbers(cuts: list[IntArray]) -> IntArray:
-    return np.array([len(starts) for starts in cuts])
+    return least_rounds(np.array([*map(len, cuts)]), len(windows.firsts), ranks)
 
 
 def _cut_into(
@@ -381,9 +377,9 @@ def _cut_first(
     cuts = arranged.cut(budgets)
     if ranks.together > 1:
         of = "samples" if arranged.units is None else "units"
-        needed = least_rounds(_numbers(cuts), len(arranged.firsts), ranks, of)
+        needed = least_rounds(np.array([*map(len, cuts)]), len(arranged.firsts), ranks, of)
         cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
-    counts = _numbers(cuts)
+    counts = np.array([*map(len, cuts)])
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
     stops = np.append(starts[1:], windows * length)
     flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
@@ -439,22 +435,22 @@ def solve(
         rounds = rounds[_shuffled(block.rounds, key)]
     number = rounds.reshape(-1)
     block = replace(block, starts=block.starts[number], stops=block.stops[number])
-    is_alike = labels.groups is None and labels.units is None
-    return _first_come(block) if is_alike and rules.packing is not None else block
+    is_one = labels.groups is None and labels.units is None and sizes.ndim == 2
+    return _first_come(block) if is_one and rules.packing is not None else block
 
 
 def _first_come(block: Block) -> Block:
     """Let samples of one size come in their order, so that those that are left are runs of them.
 
-    Packed batches take every size, and a state would not be small otherwise.
+    A packed batch takes samples of every size, and a state would not be small otherwise. Along
+    several axes, few samples have one size.
     """
-    sizes, length = block.sizes, len(block.samples)
-    kinds = sizes if sizes.ndim == 1 else np.unique(sizes, axis=0, return_inverse=True)[1]
+    length = len(block.samples)
     counts = block.stops - block.starts
     turns = np.repeat(block.starts - (np.cumsum(counts) - counts), counts) + np.arange(length)
     places = np.empty_like(turns)
     places[block.samples] = np.arange(length)
-    come, order = (at[ascending(kinds[None, at])[0]] for at in (turns, places))
+    come, order = (at[ascending(block.sizes[None, at])[0]] for at in (turns, places))
     samples = np.empty_like(block.samples)
     samples[come] = block.samples[order]
     return replace(block, samples=samples)
