@@ -28,6 +28,7 @@ from torchbudget.errors import BudgetError, CostError, OptionError, OversizeErro
 SIZES = [3, 9, 4, 8, 1]
 TWO_AXES = PaddedCost(unit_bytes=(1, 1))
 PACKED = PackedCost(unit_bytes=1)
+WHOLE: dict[str, Any] = {"budget": 99, "units": ([0, 0, 1, 1, 1], "micro_batch")}
 WEIGHED: dict[str, Any] = {"batches_per_epoch": 3}
 
 REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
@@ -75,7 +76,14 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ),
     ({"groups": [1, 2]}, OptionError, r"one label a sample, .* shape \(5,\), got int64 of the"),
     ({"groups": [0.5] * 5}, OptionError, "ints or text .* got float64"),
-    (WEIGHED | {"weights": [1] * 5, "groups": [1] * 5}, OptionError, "leave groups or them out"),
+    (WEIGHED | {"weights": [1] * 5, "groups": [1] * 5}, OptionError, "leave groups and units out"),
+    (WEIGHED | {"weights": [1] * 5, "units": [1] * 5}, OptionError, "leave groups and units out"),
+    ({"units": [1, 2]}, OptionError, r"units must be one label a sample, .* shape \(5,\)"),
+    ({"units": [1] * 5}, OptionError, "units with labels alone need samples_per_step"),
+    ({"units": ([1] * 5, "rank")}, OptionError, r"or \(labels, 'micro_batch'\), got 'rank'"),
+    (WHOLE | {"drop_last": True}, OptionError, "units with drop_last need samples_per_step"),
+    (WHOLE | {"batch_size_multiple": 2}, OptionError, "leave batch_size_multiple at 1, got 2"),
+    (WHOLE | {"groups": list("ababa")}, OptionError, "a unit must be of one group: sample 1 is"),
     ({"size_multiple": 10, "budget": 9}, OversizeError, "5 of 5 samples|needs 10"),
     ({"batches_per_epoch": 0}, OptionError, "batches_per_epoch .* got 0"),
     ({"batches_per_epoch": "auto"}, OptionError, "batches_per_epoch .* got 'auto'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support import oracles
 from tests.support.strategies import problems
-from torchbudget import MemoryBudgetBatchSampler, PaddedCost
-from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
+from torchbudget.errors import OptionError, OversizeError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows
 from torchbudget.plan.dealing import Ranks, least_rounds, lowest_budgets
 from torchbudget.plan.rules import BatchRules
@@ -177,3 +178,67 @@ def test_with_steps_windows_mix_groups() -> None:
     ends = np.cumsum(sampler.steps)
     for start, end in zip(ends - sampler.steps, ends, strict=True):
         assert set(groups[np.concatenate(batches[start:end])]) == {0, 1, 2}
+
+
+# ---------------------------------------------------------------------- units
+
+
+def test_steps_have_whole_units() -> None:
+    """About `samples_per_step` samples each; unshuffled, units come by their first appearance."""
+    rng = np.random.default_rng(0)
+    units = rng.permutation(np.repeat(np.arange(400), rng.integers(1, 8, 400)))
+    sizes, appear = rng.integers(1, 900, len(units)), list(dict.fromkeys(units.tolist()))
+    for shuffle in (True, False):
+        options: dict[str, Any] = {"units": units, "shuffle": shuffle, "samples_per_step": 200}
+        sampler = group_sampler(sizes, None, **options)
+        batches = iter(list(sampler))
+        steps = [[*chain.from_iterable(islice(batches, each))] for each in sampler.steps]
+        found = [unit for one in steps for unit in sorted(set(units[one]), key=appear.index)]
+        assert sorted(found) == sorted(appear)
+        assert shuffle or found == appear
+        assert not shuffle or all(150 < len(one) < 250 for one in steps[:-1])
+        assert f"{len(units) / len(steps):.1f} samples each" in str(sampler.report())
+
+
+def test_a_unit_of_one_micro_batch_is_oversize_as_a_whole() -> None:
+    """Each sample fits the budget, and three of one unit do not: padded, packed and by number."""
+    for cost, budget, options in (
+        (TOKENS, 20, {}),
+        (PackedCost(unit_bytes=1), 20, {}),
+        (TOKENS, 99, {"max_batch_size": 2}),
+    ):
+        given = {"units": ([7, 7, 3, 7, 3], "micro_batch"), **options}
+        with pytest.raises(OversizeError, match=r"1 of 2 units .* the first that of index 0"):
+            plan_step([8, 7, 9, 7, 2], cost, budget, **given)
+        skipping = plan_step([8, 7, 9, 7, 2], cost, budget, oversize="skip", **given)
+        assert skipping.skipped_samples.tolist() == [0, 1, 3]
+        assert sorted(skipping.micro_batches[0][0]) == [2, 4]
+        alone = plan_step([8, 7, 9, 7, 2], cost, budget, oversize="alone", **given)
+        assert sorted(map(sorted, alone.micro_batches[0])) == [[0, 1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("packs", [True, False])
+def test_units_leave_ranks_as_even_as_they_allow(ranks: int, packs: bool) -> None:
+    """4,096 rollouts in units of 8 to 16: 2 % above the mean, or the heaviest unit's own work."""
+    rng = np.random.default_rng(0)
+    units = np.repeat(np.arange(600), rng.integers(8, 17, 600))[:4096]
+    each = rng.lognormal(7, 0.8, 600)[units] * rng.lognormal(0, 0.5, 4096)
+    sizes = np.clip(each, 16, 16_384).astype(np.int64)
+    work = PackedCost(unit_bytes=24_576, pair_bytes=1)
+    cost = PackedCost(unit_bytes=1) if packs else TOKENS
+    step = plan_step(sizes, cost, 32_768, num_replicas=ranks, units=units, balance=work)
+    done = work.item_bytes(sizes)
+    sums = np.array([done[np.concatenate(mine)].sum() for mine in step.micro_batches])
+    heaviest = np.bincount(units, done).max() / sums.mean()
+    assert sums.max() / sums.mean() <= max(1.02, heaviest + 1e-9)
+
+
+def test_units_that_cannot_be_dealt_are_refused() -> None:
+    """Two samples need a micro-batch each, and the other rank's unit has one sample alone."""
+    with pytest.raises(
+        UnevenRanksError, match=r"2 units .* have 1 samples, and .* 2 micro-batches"
+    ):
+        plan_step([9, 5, 5], PackedCost(unit_bytes=1), 9, num_replicas=2, units=[0, 1, 1])
+    with pytest.raises(OptionError, match=r"samples_per_step=1 units \(3 samples\) is below"):
+        group_sampler([9] * 9, None, 2, samples_per_step=3, units=[0, 0, 0, 1, 1, 1, 2, 2, 2])

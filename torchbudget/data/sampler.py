@@ -185,8 +185,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             for name, given in (("labels alone", not order.units.whole), ("drop_last", drop_last)):
                 if given:
                     raise OptionError(
-                        f"units with {name} need samples_per_step; without it, a micro-batch is a "
-                        "step: units=(labels, 'micro_batch') keep each unit in one, all of them"
+                        f"units with {name} need samples_per_step: without it, leave drop_last "
+                        "out, and keep each unit in a micro-batch by units=(labels, 'micro_batch')"
                     )
         self.cost = cost
         self._ranks = ranks

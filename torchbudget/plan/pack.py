@@ -74,7 +74,7 @@ def parts_of(
     rooms = [max(room, 0) for _, room in rules.summed]
     parts = [of_items(cost.item_bytes(padded), items) for cost, _ in rules.summed]
     over = np.zeros(int(items.max()) + 1, np.bool_)
-    for part, room in zip(parts, rooms, strict=True):
+    for part, (_, room) in zip(parts, rules.summed, strict=True):
         over |= part > room
     if most is not None or not rooms or over.any():
         rooms.append(len(sizes) if most is None else most)
