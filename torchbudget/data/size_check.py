@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -123,13 +124,14 @@ class SizeCheck:
         seen, self._seen, self._count = self._seen, [], 0
         if not self._is_judged:
             self._is_judged = True
-            # In each batch by itself, since a collate may reorder its samples.
-            sizes = np.concatenate([np.sort(one.sizes, axis=0) for one in seen])
-            lengths = np.concatenate([np.sort(one.lengths, axis=0) for one in seen])
-            for axis in range(sizes.shape[1]):
-                share = (lengths == sizes[:, axis, None]).mean(axis=0)
-                if share.max(initial=0) >= 0.5:
-                    self._equal.append((axis, int(share.argmax())))
+            # As they come, and sorted in each batch by itself: a collate may reorder its samples.
+            for arranged in (np.asarray, partial(np.sort, axis=0)):
+                sizes = np.concatenate([arranged(one.sizes) for one in seen])
+                lengths = np.concatenate([arranged(one.lengths) for one in seen])
+                for axis in range(0 if self._equal else sizes.shape[1]):
+                    share = (lengths == sizes[:, axis, None]).mean(axis=0)
+                    if share.max(initial=0) >= 0.5:
+                        self._equal.append((axis, int(share.argmax())))
         if self._equal:
             for one in seen:
                 self._find_longer(one)
