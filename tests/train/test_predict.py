@@ -152,6 +152,7 @@ UNKNOWN = r"predict needs a DataLoader.*shuffle=False"
         ),
         ({"batches_per_epoch": 9}, "batches_per_epoch leaves samples out or repeats them"),
         ({"drop_last": True}, "drop_last leaves samples out"),
+        ({"units": (range(300), "micro_batch")}, "units cannot be dealt to any number of ranks"),
         ({"budget": 100, "oversize": "skip"}, r"index \d+ first.* leaves samples out"),
         ({"num_replicas": 3, "rank": 1}, "deals to 3 ranks, of which this is number 1, but the"),
         ({"sizes": LENGTHS[:-1], "texts": LENGTHS}, "299 sizes, but the data set has 300 samples"),

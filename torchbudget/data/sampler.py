@@ -405,14 +405,18 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             (f"oversize='skip' (at index {first} first)", first is not None, "use 'alone'"),
             ("drop_last", plan.drop_last, "leave it out"),
             ("weights", plan.order.weights is not None, "leave it out"),
-            ("units", plan.order.units is not None, "leave them out"),
             ("batches_per_epoch", plan.batches_per_epoch is not None, "leave it out"),
         ):
             if given:
                 raise OptionError(
-                    f"{name} leaves samples out, repeats them or cannot be dealt to any number of "
-                    f"ranks, so that some would have no output, or several: {instead}"
+                    f"{name} leaves samples out or repeats them, so that some would have no "
+                    f"output, or several: {instead}"
                 )
+        if plan.order.units is not None:
+            raise OptionError(
+                "units cannot be dealt to any number of ranks, and no output needs them: leave "
+                "units out"
+            )
         before = vars(self).copy()
         self._begin_at(Cursor(epoch=self.epoch))
         self._plan = plan.repeating()
