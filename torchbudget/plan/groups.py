@@ -30,7 +30,7 @@ class Labels(NamedTuple):
     whole: bool = False
 
     def take(self, places: IntArray) -> Labels:
-        """Those of some of the samples, units numbered anew from 0 on."""
+        """Labels of some of the samples, with units numbered anew from 0 on."""
         groups = None if self.groups is None else self.groups[places]
         units = None
         if self.units is not None:
