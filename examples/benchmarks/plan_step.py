@@ -10,18 +10,18 @@ Hardware: 2 cores of an AMD EPYC that other programs used too, Python 3.11, torc
 NumPy 2.4.
 
     cost       ranks  micro-batches  mean excess  worst excess  over  unequal    ms
-    padded         8             69       0.0003        0.0022     0        0  2.81
-    packed         8             64       0.0000        0.0001     0        0  6.41
-    quadratic      8             26       0.0017        0.0086     0        0  3.81
-    padded        64            102       0.0105        0.0238     0        0  7.07
-    packed        64             64       0.0007        0.0009     0        0  7.86
-    quadratic     64             64       0.0000        0.0000     0        0  2.41
-    padded, 8 ranks, worst excess ≤ 0.003: 0.0021781, holds
-    padded, 8 ranks, ms ≤ 5: 2.809, holds
+    padded         8             69       0.0004        0.0014     0        0   3.35
+    packed         8             64       0.0000        0.0001     0        0   6.71
+    quadratic      8             26       0.0018        0.0086     0        0   3.40
+    padded        64            102       0.0105        0.0238     0        0   6.85
+    packed        64             64       0.0007        0.0009     0        0  12.17
+    quadratic     64             64       0.0000        0.0000     0        0   2.26
+    padded, 8 ranks, worst excess ≤ 0.003: 0.0013504, holds
+    padded, 8 ranks, ms ≤ 5: 3.3534, holds
     packed, 8 ranks, worst excess ≤ 0.003: 0.00010704, holds
-    packed, 8 ranks, ms ≤ 20: 6.4129, holds
+    packed, 8 ranks, ms ≤ 20: 6.7051, holds
     quadratic, 8 ranks, worst excess ≤ 0.01: 0.0086019, holds
-    quadratic, 8 ranks, ms ≤ 5: 3.8112, holds
+    quadratic, 8 ranks, ms ≤ 5: 3.3993, holds
     padded, 64 ranks, worst excess ≤ 0.02: 0.023765, DOES NOT HOLD
     packed, 64 ranks, worst excess ≤ 0.02: 0.00088995, holds
     quadratic, 64 ranks, worst excess ≤ 0.02: 0, holds

@@ -10,11 +10,11 @@ Hardware: 2 cores of an AMD EPYC that other programs used too, Python 3.11, torc
 NumPy 2.4.
 
     limits                    bound  batches  above  next-fit above  over  µs a sample
-    packed: text and patches  4,217    4,240  0.55%           9.25%     0         2.78
-    packed: nodes and edges   1,024    1,033  0.88%           1.07%     0         1.48
-    packed: rows of ≤ 32      3,901    3,920  0.49%           8.05%     0         1.61
+    packed: text and patches  4,217    4,242  0.59%           9.25%     0         2.95
+    packed: nodes and edges   1,024    1,033  0.88%           1.07%     0         1.54
+    packed: rows of ≤ 32      3,901    3,920  0.49%           8.05%     0         1.74
     padded: text, n ≤ 64      1,399    1,425  1.86%         183.27%     0         0.09
-    packed: text and patches: batches / bound ≤ 1.025: 1.0055, holds
+    packed: text and patches: batches / bound ≤ 1.025: 1.0059, holds
     packed: nodes and edges: batches / bound ≤ 1.015: 1.0088, holds
     packed: rows of ≤ 32: batches / bound ≤ 1.015: 1.0049, holds
     padded: text, n ≤ 64: batches / bound ≤ 1.025: 1.0186, holds
