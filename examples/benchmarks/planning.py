@@ -6,21 +6,22 @@ clip(lognormal(3.2, 0.8), 1, 1024) and a budget of 8,192 padded units, compared 
 
 Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] [--json PATH]
 
-Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
+Hardware: 2 cores of an AMD EPYC that other programs used too, Python 3.11, torch 2.13.0 CPU,
+NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     1.70        0.170  1.000      1.000
-    padded                                0.49        0.049  0.294      0.286
-    padded, len only                      0.22        0.022  0.139      0.134
-    padded, samples_per_step=4096         0.51        0.051  0.305      0.295
-    padded, rank 3 of 8                   0.46        0.046  0.273      0.264
-    padded, two axes                      1.02        0.102  0.605      0.587
-    padded, 4 samples a batch             1.76        0.176  1.039      1.006
-    packed                                1.05        0.105  0.607      0.588
-    padded / torch ≤ 0.3: 0.29427, holds
-    padded, len only / torch ≤ 0.2: 0.13875, holds
-    padded, rank 3 of 8 / torch ≤ 0.7: 0.27259, holds
-    padded, two axes / torch ≤ 0.7: 0.60467, holds
+    torch BatchSampler(RandomSampler)     3.54        0.354  1.000      1.000
+    padded                                0.89        0.089  0.257      0.257
+    padded, len only                      0.50        0.050  0.143      0.145
+    padded, samples_per_step=4096         0.93        0.093  0.262      0.263
+    padded, rank 3 of 8                   0.99        0.099  0.280      0.281
+    padded, two axes                      2.13        0.213  0.591      0.594
+    padded, 4 samples a batch             3.58        0.358  0.997      1.000
+    packed                               13.39        1.339  3.852      3.854
+    padded / torch ≤ 0.3: 0.25704, holds
+    padded, len only / torch ≤ 0.2: 0.14319, holds
+    padded, rank 3 of 8 / torch ≤ 0.7: 0.27953, holds
+    padded, two axes / torch ≤ 0.7: 0.59123, holds
 
 Every repetition times each row once, in turn. The ratio is the median over repetitions of the ratio
 within each, of wall time and of CPU time; the bars are for wall time. `µs a sample` divides by all
