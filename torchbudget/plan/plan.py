@@ -552,6 +552,4 @@ class Plan:
         """Plan a whole pass and sum up what it holds; O(samples)."""
         beginning = Cursor(epoch=cursor.epoch, first=cursor.first, number=cursor.number)
         blocks = (span.block for span in self._spans_of_pass(beginning))
-        return plan_report(
-            blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window_samples
-        )
+        return plan_report(blocks, self.sizes, self.rules, self.ranks, self.order)

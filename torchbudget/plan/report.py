@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -14,12 +13,6 @@ from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import Block, over_runs
 from torchbudget.tables import aligned
-
-# Fills below _FULL are explained by windows of less than _FEW micro-batches, or micro-batches of
-# less than _FEW samples: with 8 or more, windows of lognormal and of uniform lengths, and batches
-# of sizes from 300 to 500, were 0.88 to 0.95 full; with 4, 0.82 to 0.91.
-_FULL: Final = 0.9
-_FEW: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +53,6 @@ class PlanReport:
             With `balance=`, in the unit of that model.
         dropped: positions of the epoch that `drop_last` drops.
         skipped: samples that are over the budget alone and are never drawn.
-        advice: sentences about the options to change where the budget is not full.
     """
 
     batches: int
@@ -78,7 +70,6 @@ class PlanReport:
     imbalance: float
     dropped: int
     skipped: int
-    advice: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -109,8 +100,8 @@ class PlanReport:
         return name, fill + ended
 
     def __str__(self) -> str:
-        """A table for people, followed by the advice."""
-        return "\n".join([*aligned(self.rows), *(f"advice: {one}" for one in self.advice)])
+        """A table for people."""
+        return "\n".join(aligned(self.rows))
 
 
 def plan_report(
@@ -119,8 +110,6 @@ def plan_report(
     rules: BatchRules,
     ranks: Ranks,
     order: Order,
-    *,
-    window: int,
 ) -> PlanReport:
     """Sum up the micro-batches of an epoch block by block, in constant memory; O(samples).
 
@@ -130,7 +119,6 @@ def plan_report(
         rules: the cost, the budget and the options of a micro-batch.
         ranks: ranks that share each window.
         order: the order of the epoch, for the samples that are left out.
-        window: positions in a window, for the advice.
     """
     batches = samples = over_budget = largest = steps = windows = 0
     smallest = np.iinfo(np.int64).max
@@ -169,27 +157,10 @@ def plan_report(
         LimitUse(name=limit.name, amount=limit.text(limit.amount), fill=fill, ended=share)
         for limit, fill, share in zip(rules.limits, fills, shares, strict=True)
     ]
-    fill = fills[0]
-    advice = []
-    if batches and fill < _FULL:
-        rounds = batches / (windows * ranks.number)
-        if windows > 1 and rounds < _FEW:
-            option = "samples_per_step" if ranks.even_sums else "window"
-            advice.append(
-                f"a window holds {rounds:.1f} micro-batches on each rank, the last of them only "
-                f"partly filled: raise {option}={window}"
-            )
-        if largest == rules.max_batch_size:
-            advice.append(f"max_batch_size={largest} was reached: raise it, or leave it out")
-        if samples / batches < _FEW:
-            advice.append(
-                f"a micro-batch holds {samples / batches:.1f} samples, so that one more is a large "
-                "part of the budget: raise the budget, or leave out the largest samples"
-            )
     return PlanReport(
         batches=batches,
         samples=samples,
-        fill=fill,
+        fill=fills[0],
         limits=tuple(limits),
         padding=_padding(real.sum(), padded.sum()),
         axis_padding=tuple(map(_padding, real.tolist(), padded.tolist())),
@@ -202,7 +173,6 @@ def plan_report(
         imbalance=costliest / mean if mean else 1.0,
         dropped=order.samples - samples,
         skipped=len(order.skipped),
-        advice=tuple(advice),
     )
 
 

@@ -137,5 +137,5 @@ def plan_step(
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     inverse = np.argsort(np.array(joined, np.int64))
-    report = partial(plan_report, [block], table, rules, ranks, order, window=len(kept))
+    report = partial(plan_report, [block], table, rules, ranks, order)
     return StepPlan(micro_batches, inverse, order.skipped, report)
