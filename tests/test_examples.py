@@ -162,6 +162,18 @@ def test_graphs_of_two_limits_and_groups_take_few_batches():
         assert least <= ours <= least + 2
 
 
+def test_a_compiled_model_sees_few_shapes():
+    """It is compiled once for each of them, and learns."""
+    printed = example(
+        "compiled_shapes", "--texts", 800, "--longest", 200, "--tokens", 4096, "--shapes", 10,
+        "--backend", "eager",
+    )  # fmt: skip
+    shapes = re.findall(r"^ +\d+ +\d+ +\d+$", printed, re.MULTILINE)
+    assert len(shapes) == int(re.search(r"compilations: (\d+)", printed)[1]) <= 10
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[-1] < losses[0]
+
+
 def test_rollouts_of_a_prompt_stay_on_one_rank():
     """Ranks of one step are even, and more so than ranks that take the responses in turn."""
     ours, in_turn = example("rollouts", "--prompts", 128, "--ranks", 4).splitlines()[-2:]

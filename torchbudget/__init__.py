@@ -12,7 +12,7 @@ from torchbudget.cost.tracing import trace_peak_bytes
 from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.collates import PackCollate, PadCollate
-from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.data.sampler import MemoryBudgetBatchSampler, best_shapes
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.errors import TorchBudgetError
@@ -52,6 +52,7 @@ __all__ = [
     "TorchBudgetError",
     "__version__",
     "agree",
+    "best_shapes",
     "configure_allocators",
     "errors",
     "evaluate",

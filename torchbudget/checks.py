@@ -1,7 +1,8 @@
-"""Checks of arguments that many functions take, and where a size multiple stands."""
+"""Checks of arguments that many functions take, and the size multiple and shapes of a source."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -73,6 +74,26 @@ def size_multiple_of(source: int | HasSizeMultiple) -> int:
     if isinstance(source, HasSizeMultiple):
         return source.size_multiple
     return at_least_one("size_multiple", source)
+
+
+def shape_of(shapes: Sequence[tuple[int, int]], n: int, longest: int) -> tuple[int, int]:
+    """The shape with the fewest rows that has room for n samples of up to a length.
+
+    Args:
+        shapes: pairs of rows and length, the fewest rows first.
+        n: number of samples.
+        longest: length of the longest one.
+
+    Raises:
+        OptionError: none has.
+    """
+    for rows, length in shapes:
+        if rows >= n and length >= longest:
+            return rows, length
+    raise OptionError(
+        f"{n} samples of up to {longest} fit none of the shapes {list(shapes)} of the "
+        "sampler or stream: is it their batch?"
+    )
 
 
 def _at_least(name: str, value: Any, least: int) -> int:

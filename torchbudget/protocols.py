@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
+from torchbudget.checks import shape_of
+
 
 @runtime_checkable
 class MapStyle(Protocol):
@@ -170,7 +172,33 @@ class ResumableSource(ABC):
     A plain `DataLoader` with workers reads ahead of its loop, so that only the loop knows how many
     batches are done. This is a base class to inherit from, and no `Protocol`, since many objects
     have methods of these names.
+
+    Attributes:
+        shapes: pairs (n, L) of rows and padded length, the fewest rows first; empty: any.
     """
+
+    shapes: tuple[tuple[int, int], ...] = ()
+    _ranks: Any  # `AskedRanks`
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share the source."""
+        number: int = self._ranks.now()[0]
+        return number
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        rank: int = self._ranks.now()[1]
+        return rank
+
+    def shape_of(self, n: int, longest: int) -> tuple[int, int]:
+        """Rows and padded length of a batch of n samples of up to a length.
+
+        Raises:
+            OptionError: none of the shapes has room for it.
+        """
+        return shape_of(self.shapes, n, longest)
 
     @property
     @abstractmethod

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tests.support.resuming import as_json, in_parts
 from tests.support.sampler_cases import (
     cases,
     check_batch,
+    check_shapes,
     check_state_size,
     check_units,
     samplers,
@@ -70,7 +71,8 @@ def test_epochs_keep_their_laws(case: Any) -> None:
     for epoch in range(2):
         length = REFUSALS.accepted(lambda: len(those[0]), reasons_of(*case))
         is_pass = length is not None and "batches_per_epoch" not in options
-        dropped = those[0].report().dropped if is_pass else 0
+        report = those[0].report() if is_pass else None
+        dropped = 0 if report is None else report.dropped
         epochs = drawn(those, case)
         if not epochs or length is None:
             return
@@ -79,6 +81,13 @@ def test_epochs_keep_their_laws(case: Any) -> None:
         for batches in epochs:
             for batch in batches:
                 check_batch(sizes[batch], cost, budget, options)
+        if "max_shapes" in options:
+            check_shapes(those[0], epochs, sizes)
+            rows = [those[0].shape_of(len(b), sizes[b].max())[0] for mine in epochs for b in mine]
+            lacks = [n - len(b) for n, b in zip(rows, chain(*epochs), strict=True)]
+            if report is not None:
+                assert report.masked_rows == sum(lacks)
+                assert ranks > 1 or np.count_nonzero(lacks) <= report.windows
         if "groups" in options:
             of_ranks = [[set(options["groups"][batch]) for batch in mine] for mine in epochs]
             assert all(len(found) == 1 for mine in of_ranks for found in mine)
@@ -121,6 +130,9 @@ def test_records_say_where_the_epoch_stands(case: Any, epoch: int, data: st.Data
     assert [k for k, record in enumerate(records) if record.ends_step] == ends.tolist()
     for record in records:
         expected = padded_size(sizes, record.indices, cost, options["size_multiple"])
+        if "max_shapes" in options:
+            longest = sizes[record.indices].max()
+            expected = np.array([sampler.shape_of(len(record.indices), longest)[1]])
         assert record.padded_size.tolist() == expected.tolist()
     last = records[-1].after
     assert (last.epoch, last.done) == (epoch + 1, 0)
@@ -312,6 +324,8 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
     """Law 2 with oversize: the skipped ones are counted and never come; or each comes alone."""
     sizes, cost, budget, ranks, options = case
     options["drop_last"] = False
+    if oversize == "alone":
+        options.pop("max_shapes", None)
     multiple = options["size_multiple"]
     every = range(len(sizes))
     over = {index for index in every if bytes_of(sizes, cost, [index], multiple) > budget}

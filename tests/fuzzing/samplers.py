@@ -25,6 +25,7 @@ from tests.support.resuming import as_json
 from tests.support.sampler_cases import (
     cases,
     check_batch,
+    check_shapes,
     check_state_size,
     samplers,
     sharing_ranks,
@@ -43,6 +44,8 @@ def check(chance: random.Random, folder: Path) -> Counter[str]:
     sizes, cost, budget, ranks, options = drawn(strategy, chance)
     if oversize != "raise":
         options = options | {"drop_last": False, "oversize": oversize}
+        if oversize == "alone":
+            options.pop("max_shapes", None)
     chain = Chain(chance, sizes, cost, budget, ranks, options)
     while chain.epoch < EPOCHS:
         chain.start()
@@ -123,6 +126,8 @@ class Chain:
         for batch in (batch for batches in found for batch in batches):
             check_batch(self.sizes[batch], self.cost, budget, self.options)
             self.told["batches"] += 1
+        if "max_shapes" in self.options:
+            check_shapes(those[0], found, self.sizes)
         if self.following is not None:
             rest = [batches[:number] for batches in self.following]
             assert found == rest, "resumed is not as uninterrupted"

@@ -26,7 +26,8 @@ from tests.support.resuming import as_json
 from tests.support.sampler_cases import check_batch
 from tests.support.strategies import problems
 from tests.support.streams import KINDS, OneProcess, size_of, source_of, workers_of
-from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget import BudgetedIterableDataset, best_shapes, transforms
+from torchbudget.checks import shape_of
 from torchbudget.data.stream.cursor import WorkerSlot
 
 EPOCHS = 2
@@ -102,6 +103,12 @@ class StreamCase:
             self.options["look_ahead"] = chance.randint(2_000, 60_000)
         if chance.random() < 0.3:
             self.options["max_batch_size"] = chance.randint(1, 20)
+        padded = self.sizes.ndim == 1 and not hasattr(self.cost, "base_bytes")
+        if padded and self.oversize == "raise" and chance.random() < 0.4:
+            most = self.options.get("max_batch_size")
+            self.options["max_shapes"] = best_shapes(
+                self.sizes, self.cost, self.budget, chance.randint(1, 6), max_batch_size=most
+            )
         if chance.random() < 0.15:
             self.options["batches_per_epoch"] = chance.randint(1, 30)
 
@@ -162,7 +169,7 @@ class StreamCase:
         """
         even = two_fit(self.sizes, self.cost, self.budget, self.options)
         even &= self.kind in ("iterable", "map") and "look_ahead" not in self.options
-        even &= samples >= ranks and self.oversize == "raise"
+        even &= "max_shapes" not in self.options and samples >= ranks and self.oversize == "raise"
         even &= not self.names and workers == 1
         is_empty = "batches_per_epoch" in self.options or not self.expected()
         return {" ranks": ranks > 1 and not even, "the source has no samples": is_empty}
@@ -180,12 +187,19 @@ class StreamCase:
         for batch in batches:
             check_batch([size for _, size in batch], self.cost, budget, self.options)
 
+    def shape_of(self, batch: list[Any]) -> tuple[int, int]:
+        """The shape that a batch is padded to."""
+        return shape_of(self.options["max_shapes"], len(batch), max(size for _, size in batch))
+
     def check_epoch(self, ranks: list[list[list[Any]]]) -> None:
         """The batches of each worker of each rank are a whole epoch."""
         everything = [batch for rank in ranks for worker in rank for batch in worker]
         self.check_batches(everything, self.budget)
         lengths = {tuple(map(len, rank)) for rank in ranks}
         assert len(lengths) == 1 or self.apart, "numbers of batches of the ranks"
+        if "max_shapes" in self.options and not self.apart:
+            shapes = [[[self.shape_of(b) for b in one] for one in rank] for rank in ranks]
+            assert all(one == shapes[0] for one in shapes), "ranks of a round have other shapes"
         number = self.options.get("batches_per_epoch")
         if number is not None:
             assert all(sum(map(len, rank)) == number for rank in ranks), "batches_per_epoch"

@@ -91,7 +91,8 @@ def reasons_of(
         labels = units[0] if isinstance(units, tuple) else units
         pairs = set(zip(groups.tolist(), labels.tolist(), strict=True))
         few = min(Counter(group for group, _ in pairs).values()) < ranks
-    uneven = mixed or "units" in options or not two_fit(sizes, cost, budget, options)
+    few_places = "units" in options or "max_shapes" in options
+    uneven = mixed or few_places or not two_fit(sizes, cost, budget, options)
     return {
         "cannot be dealt evenly": ranks > 1 and uneven,
         f"too few for {ranks} ranks": few,

@@ -71,12 +71,18 @@ def cases(
     if len(sizes) >= 8 * ranks and not weighted and draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 2**32)))
         options["groups"] = rng.integers(0, draw(st.integers(1, 3)), len(sizes))
+    mixed = "groups" in options and "samples_per_step" in options
+    if sizes.ndim == 1 and not packed and not mixed and draw(st.integers(0, 2)) == 0:
+        options["max_shapes"] = draw(st.integers(1, 6))
+        options["batch_size_multiple"] = 1
+        options["limits"] = [one for one in options["limits"] if getattr(one[0], "counts", False)]
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
     steps = "samples_per_step" in options
     known = not isinstance(cost, TableCost)  # which knows batches of few samples
     whole = fits and known and (steps or not options["drop_last"]) and draw(st.booleans())
     some = not weighted and (steps or whole) and (fits or ranks == 1)
+    some = some and "max_shapes" not in options
     if some and draw(st.integers(0, 2)) == 0:
         together(draw(st.integers(0, 2**32)), sizes, options, whole=whole)
         budget = max(budget, whole_bytes(sizes, cost, options))
@@ -155,6 +161,15 @@ def check_batch(sizes: Any, cost: Any, budget: int, options: Any) -> None:
         for model, limit in [(cost, budget), *options.get("limits", ())]:
             bytes_ = bytes_of(sizes, model, multiple=options.get("size_multiple", 1))
             assert bytes_ <= limit, f"{bytes_} bytes of {limit}"
+
+
+def check_shapes(sampler: Any, epochs: Any, sizes: Any) -> None:
+    """At most as many shapes as asked for, each within the budget; one of all ranks in a round."""
+    shapes = [[sampler.shape_of(len(sizes[b]), sizes[b].max()) for b in mine] for mine in epochs]
+    assert all(mine == shapes[0] for mine in shapes), "ranks of a round have other shapes"
+    rules = sampler.plan.rules
+    assert len({*shapes[0]} | {*sampler.shapes}) <= sampler._max_shapes
+    assert all(rules.cost.batch_bytes(*shape) <= rules.budget_bytes for shape in sampler.shapes)
 
 
 def check_state_size(text: str, state: Any) -> None:

@@ -79,8 +79,10 @@ def alone(n: int, **options: Any) -> Any:
 @example(alone(13, window=6), 2)  # the last window has one sample more
 @example(alone(11, window=5, samples_per_step=None, shuffle=True), 4)
 @example(([3, 9, 8], TOKENS, 9, {"max_batch_size": 2, "window": 5}), 4)
+@example(([3, 9, 8, 5, 5, 5, 2], TOKENS, 18, {"max_shapes": 2, "window": 6}), 4)
+@example(([3, 9], TOKENS, 18, {"max_shapes": 2}), 3)
 def test_ranks_have_as_many_batches_and_each_sample_once(plan: Any, ranks: int) -> None:
-    """Where samples cannot be dealt evenly some come again, each in a batch of its own."""
+    """Where samples cannot be dealt evenly some come again; in a batch of their own, or a shape."""
     sizes, cost, budget, options = plan
     every, numbers = [], set()
     for rank in range(ranks):
@@ -90,11 +92,12 @@ def test_ranks_have_as_many_batches_and_each_sample_once(plan: Any, ranks: int) 
         loader = DataLoader(range(len(sizes)), batch_sampler=sampler, collate_fn=list)
         before = sampler.state_dict()
         with sampler.whole_pass(), sampler.tracked(loader) as run:
-            came = [(b, run.last.is_repeated) for b in run if run.last.indices.tolist() == b]
+            came = [(b, run.last.repeated) for b in run if run.last.indices.tolist() == b]
         assert sampler.state_dict() == before
         numbers.add(len(came))
-        every += [index for batch, is_repeated in came for index in batch if not is_repeated]
-        assert all(len(batch) == 1 for batch, is_repeated in came if is_repeated)
+        for batch, repeated in came:
+            every += [index for index, again in zip(batch, repeated, strict=True) if not again]
+            assert len(batch) == 1 or not any(repeated) or "max_shapes" in options
     assert len(numbers) == 1
     assert sorted(every) == list(range(len(sizes)))
 

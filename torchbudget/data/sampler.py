@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -33,6 +34,7 @@ from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.shapes import fitted
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.protocols import IndexSource, ResumableSource, StepSource
 from torchbudget.units import Amount
@@ -80,6 +82,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         groups: one label a sample, ints or text, shape `(N,)`: no micro-batch has samples of two
             groups. Windows are of one group each, so that all ranks of a round have the same one;
             with `samples_per_step` they mix groups, and ranks of a round may differ.
+        max_shapes: a number K: padded batches take at most K shapes (n, L), the best ones for these
+            sizes and the budget, and all ranks have the same one in each round, for compiled
+            models. The collate pads to them: `PadCollate(size_multiple=sampler)`, or another one by
+            `shape_of`. Or the shapes themselves, of `best_shapes` for one. For sizes of one axis,
+            without limits but of numbers of samples.
         units: one label a sample, as `groups`: the order permutes units, and the samples of a unit
             stay on one rank within one step, of about `samples_per_step` samples. A pair
             `(labels, "micro_batch")`: they stay in one micro-batch.
@@ -99,6 +106,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     Attributes:
         cost: that batches are planned by.
+        size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads
+            it, and the shapes.
+        shapes: pairs (n, L) of rows and padded length, the longest first; empty without
+            `max_shapes`.
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.
@@ -138,6 +149,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         limits: Sequence[tuple[CostModel, Amount]] = (),
         groups: npt.ArrayLike | None = None,
         units: Any = None,
+        max_shapes: int | Sequence[tuple[int, int]] | None = None,
         oversize: Oversize = "raise",
         balance: CostModel | None = None,
         batches_per_epoch: int | None = None,
@@ -168,6 +180,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             max_batch_size=max_batch_size,
             batch_size_multiple=batch_size_multiple,
             balance=balance,
+            max_shapes=max_shapes,
         )
         check_cost(rules, table.values, table.largest)
         order = Order.of(
@@ -188,8 +201,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                         f"units with {name} need samples_per_step: without it, leave drop_last "
                         "out, and keep each unit in a micro-batch by units=(labels, 'micro_batch')"
                     )
-        self.cost = cost
-        self._ranks = ranks
+        rules = fitted(rules, table.values, order.skipped)
+        self.cost, self.size_multiple, self.shapes = cost, rules.size_multiple, rules.shapes
+        self._ranks, self._max_shapes = ranks, max_shapes
         self._order = order_identity(order, table.fingerprint)
         self._plan = Plan(
             table,
@@ -215,16 +229,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     # ------------------------------------------------------------------ the plan
 
     @property
-    def num_replicas(self) -> int:
-        """Ranks that share each window."""
-        return self._ranks.now()[0]
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._ranks.now()[1]
-
-    @property
     def plan(self) -> Plan:
         """The plan of every epoch, for the ranks that there are now.
 
@@ -246,11 +250,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._place = Cursor.decode(self._loaded, self._order, plan)
         self._plan, self._length = plan, None
         return plan
-
-    @property
-    def size_multiple(self) -> int:
-        """Padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads it."""
-        return self._plan.rules.size_multiple
 
     def __len__(self) -> int:
         """Micro-batches of the whole epoch on this rank; O(samples) once an epoch.
@@ -475,9 +474,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             StateError: the state is malformed.
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
-        plan = _with_margin_of(self._plan, state_dict)
+        plan = _with_margin_of(self._plan, state_dict, self._max_shapes)
         cursor = Cursor.decode(state_dict, self._order, plan)
-        self._plan = plan
+        self._plan, self.shapes = plan, plan.rules.shapes
         self._begin_at(cursor, copy.deepcopy(dict(state_dict)))
 
     def replan(self) -> float:
@@ -496,7 +495,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             The margin.
 
         Raises:
-            OptionError: the cost is not a measured one; or there are several ranks, and
+            OptionError: the cost is not a measured one; with the margin the shapes of `max_shapes`,
+                which are kept, exceed the budget; or there are several ranks, and
                 `torch.distributed` does not join them.
         """
         used = self.plan.rules.cost
@@ -509,7 +509,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         if ranks > 1:
             margin, place = largest_of_all_ranks(ranks, margin, place)
         if margin > used.margin:
-            self._plan = plan = self._plan.changed(cost=used.planned_with(margin))
+            rules = replace(self._plan.rules, cost=used.planned_with(margin))
+            self._plan = plan = self._plan.changed(rules=rules)
             self._length = None
             if present is not None:
                 present.replan(plan, place)
@@ -533,6 +534,56 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """Raise an `OptionError` where a data set has not one sample for each size."""
         if isinstance(dataset, Sized):
             self._plan.order.check_length(len(dataset))
+
+
+def best_shapes(
+    sizes: npt.ArrayLike,
+    cost: CostModel,
+    budget: MemoryBudget | int | str,
+    number: int,
+    *,
+    max_batch_size: int | None = None,
+    size_multiple: int = 1,
+) -> list[tuple[int, int]]:
+    """The shapes of padded batches that take the fewest batches for these sizes.
+
+    `MemoryBudgetBatchSampler(max_shapes=number)` takes the same ones. A stream, whose sizes are
+    unknown before it is read, takes a list: of the sizes of some of its samples, with the longest.
+
+    Args:
+        sizes: of samples, non-negative ints, shape `(N,)`.
+        cost: bytes of a micro-batch, as in `MemoryBudgetBatchSampler`.
+        budget: of a micro-batch, likewise.
+        number: of shapes at the most.
+        max_batch_size: rows of a shape at the most; never more than N.
+        size_multiple: lengths are multiples of it.
+
+    Returns:
+        Pairs (n, L) of rows and length, the longest first. O(N + V²·number) for V ≤ 1,024 lengths
+        of which different numbers fit; more of them are thinned out.
+
+    Raises:
+        SizesError: sizes of a wrong shape, type or sign.
+        CostError: a cost that is not vectorised, or whose capacity does not fit the budget.
+        BudgetError: the budget does not limit the device.
+        OversizeError: a sample is over the budget.
+        OptionError: an invalid option, a packed cost, or sizes of several axes.
+
+    >>> from torchbudget import PaddedCost
+    >>> best_shapes([10, 20, 30, 90, 100], PaddedCost(unit_bytes=1), 120, 2)
+    [(1, 100), (4, 30)]
+    """
+    sampler = MemoryBudgetBatchSampler(
+        sizes,
+        cost,
+        budget,
+        max_batch_size=max_batch_size,
+        size_multiple=size_multiple,
+        max_shapes=number,
+        num_replicas=1,
+        rank=0,
+    )
+    return list(sampler.shapes)
 
 
 class _Iteration(Iterator[list[int]]):
@@ -688,7 +739,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         return state
 
 
-def _with_margin_of(plan: Plan, state: Any) -> Plan:
+def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:
     """The plan with the margin that a saved one had gone on with, if it is of the same cost.
 
     A malformed state changes nothing here: decoding its cursor refuses it.
@@ -701,5 +752,7 @@ def _with_margin_of(plan: Plan, state: Any) -> Plan:
             and cost.margin < margin <= MOST_MARGIN
             and cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) == saved
         ):
-            return plan.changed(cost=cost.planned_with(margin))
+            rules = replace(plan.rules, cost=cost.planned_with(margin), max_shapes=max_shapes)
+            rules = fitted(rules, plan.sizes.values, plan.order.skipped)
+            return plan.changed(rules=rules)
     return plan

@@ -14,9 +14,7 @@ from torchbudget.errors import CostError, MeasureWarning, SizesError, TorchBudge
 from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.warn import warn
 
-_LOOKED_AT: Final = 2**16  # samples that are looked at
-_ASKED: Final = 2**12  # different sizes that a cost is called with
-_COUNTED: Final = 2**16  # sizes below it are counted
+_ASKED: Final = 2**12  # samples whose sizes a cost is called with
 _MOST: Final = 2**31  # samples: bytes must not wrap if a sample costs nothing
 
 
@@ -25,8 +23,8 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
 
     Args:
         rules: cost models and budgets.
-        sizes: at least one, shape `(n,)` or `(n, d)`; up to 4,096 different sizes of up to 65,536
-            samples, evenly spread, are used.
+        sizes: at least one, shape `(n,)` or `(n, d)`; those of up to 4,096 samples, evenly spread,
+            are used.
         largest: largest size on every axis, shape `()` or `(d,)`, which is used too.
 
     Raises:
@@ -37,9 +35,8 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     Warns:
         MeasureWarning: a cost was predicted for another budget.
     """
-    some = np.concatenate([_spread(sizes, _LOOKED_AT), largest[None]])
-    padded = _spread(_different(rules.padded(some)), _ASKED - 1)
-    padded = np.concatenate([padded, rules.padded(largest[None])])
+    some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest[None]])
+    padded = np.unique(rules.padded(some), axis=0)
     # The budget, and the limits that depend on sizes.
     limits = [limit for limit in rules.limits if limit.name == "cost" or limit.most is None]
     models = [*limits]
@@ -57,17 +54,6 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     for limit in limits:
         if not isinstance(limit.cost, AdditiveCost):
             _check_capacity(limit, padded, most)
-
-
-def _different(rows: npt.NDArray[Any]) -> IntArray:
-    """The distinct rows in ascending order."""
-    if rows.ndim == 1 and rows.max() < _COUNTED:  # in a thirtieth of the time
-        return np.flatnonzero(np.bincount(rows))
-    return np.unique(rows, axis=0)
-
-
-def _spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
-    return rows[:: -(-len(rows) // most)]
 
 
 def _check_capacity(limit: Limit, padded: IntArray, most: int) -> None:

@@ -179,7 +179,7 @@ class SortedWindows(Windows):
 
     def starts(self, row: int, budget: int) -> list[int]:
         """The starts of the micro-batches of one window under a budget."""
-        starts = _jumps(*self._longest(row, budget), self.length)
+        starts = jumps(*self._longest(row, budget), self.length)
         # The last run ends with the window, where its length need not be a multiple.
         last = self.length - starts[-1]
         rest = last - int(self.rules.rounded(np.array(last)))
@@ -209,8 +209,10 @@ class SortedWindows(Windows):
         return self._kinds[row]
 
 
-def _jumps(which: Sequence[int], most: Sequence[int], length: int) -> list[int]:
+def jumps(which: Sequence[int], most: Sequence[int], length: int, together: int = 1) -> list[int]:
     """Starts of runs, each as long as its first sample allows; the last one may end past `length`.
+
+    A run is that of `together` micro-batches.
 
     A plain loop: NumPy has nothing that follows a chain, and an epoch has far fewer runs than
     samples.
@@ -219,7 +221,7 @@ def _jumps(which: Sequence[int], most: Sequence[int], length: int) -> list[int]:
     start = 0
     while start < length:
         starts.append(start)
-        start += most[which[start]]
+        start += most[which[start]] * together
     return starts
 
 
@@ -281,7 +283,7 @@ class TiledWindows(Windows):
             at, low, high = at[~found], low[~found], high[~found]
             tried = (low + high + 1) // 2
         runs = self.ended(np.arange(self.length), runs)
-        return _jumps(range(self.length), runs.data, self.length)
+        return jumps(range(self.length), runs.data, self.length)
 
     def _lockstep(self, budgets: IntArray) -> IntArray:
         """Starts in all windows, ascending, shape `(trials, windows)`; S where none was found.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchbudget.cost.protocol import IntArray
-from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.solver import Block
 
 if TYPE_CHECKING:
@@ -124,11 +124,12 @@ class MicroBatch:
         return not self.window.span.plan.ranks.even_sums or self._is_last
 
     @property
-    def is_repeated(self) -> bool:
-        """Whether another micro-batch has its sample: see `Ranks.repeats`."""
-        span, block = self.window.span, self.window.span.block
-        sample = block.samples[block.starts[self._place]]
-        return bool(sample >= span.length * len(block.rounds))
+    def repeated(self) -> BoolArray:
+        """Which of its samples another micro-batch has, too: see `Ranks.repeats`; shape `(n,)`."""
+        span, block, place = self.window.span, self.window.span.block, self._place
+        samples = block.samples[block.starts[place] : block.stops[place]]
+        repeated: BoolArray = samples >= span.length * len(block.rounds)
+        return repeated
 
     @property
     def after(self) -> Cursor:

@@ -23,11 +23,16 @@ _log: Final = logging.getLogger("torchbudget")
 _NONE: Final = np.empty(0, np.int64)
 
 
-def check_oversize(oversize: object) -> None:
-    """Raise an `OptionError` unless the option is one of `Oversize`."""
+def check_oversize(oversize: object, rules: BatchRules | None = None) -> None:
+    """Raise an `OptionError` unless the option is one of `Oversize`, and goes with the rules."""
     if oversize not in get_args(Oversize):
         raise OptionError(
             f"oversize must be one of {', '.join(map(repr, get_args(Oversize)))}, got {oversize!r}"
+        )
+    if oversize == "alone" and rules is not None and rules.max_shapes is not None:
+        raise OptionError(
+            "with max_shapes a sample that is over the budget has no shape: choose "
+            "oversize='raise' or 'skip'"
         )
 
 
@@ -42,7 +47,7 @@ def skipped_samples(
     Raises:
         OversizeError: also if every sample is over the budget with `"skip"`.
     """
-    check_oversize(oversize)
+    check_oversize(oversize, rules)
     if units is not None and units.whole:
         firsts = units.firsts[:-1]
         over = np.flatnonzero(rules.exceeded_alone(sizes.values[units.members], firsts) >= 0)
@@ -104,8 +109,7 @@ def oversized(
     what = "the budget" if limit.name == "cost" else limit.name
     message = (
         f"{over.size:,} of {len(sizes):,} samples are over {what} alone, the first at "
-        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(limit, rules.padded(worst))} of "
-        f"{limit.text(limit.amount)}"
+        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(limit, rules.padded(worst))}"
     )
     model_bytes, budget = rules.model_bytes(worst), rules.limits[0]
     if rules.budget_bytes < model_bytes < MAX_BYTES:
@@ -128,5 +132,5 @@ def _needs(limit: Limit, padded: IntArray) -> str:
     except CostError as error:
         return f"has a cost that cannot be computed ({error})"
     if alone == MAX_BYTES:
-        return "is beyond what was measured for the cost, under a budget"
-    return f"needs {limit.text(alone)}"
+        return "is beyond the longest shape, or what was measured for the cost"
+    return f"needs {limit.text(alone)} of {limit.text(limit.amount)}"

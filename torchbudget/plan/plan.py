@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.cut import arrange
@@ -130,9 +130,10 @@ class Plan:
                 f"drop_last=True leaves nothing: {len(order)} samples do not fill one step of "
                 f"{window}"
             )
-        # A window can be impossible to deal evenly only where no two samples fit together, and
-        # never if it has a multiple of the ranks' number.
-        pairs = order.units is None and bool(rules.alike(sizes.largest) >= 2)
+        # A window can be impossible to deal evenly only where no two samples fit together or shapes
+        # are few, and never if it has a multiple of the ranks' number.
+        free = order.units is None and not rules.shapes
+        pairs = free and bool(rules.alike(sizes.largest) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
         mixed = order.groups is not None and order.apart is None
         self._last_is_even = number == 1 or (pairs and not mixed)
@@ -143,24 +144,28 @@ class Plan:
         self._parts = order.apart or Groups([None], np.empty(0, np.int32), None, whole, 0 * whole)
         labels = order.groups is not None or order.units is not None
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
-        one_by_one = labels or rules.packing is not None
+        one_by_one = labels or rules.packing is not None or rules.shapes
         self._most_windows = 1 if one_by_one else max(samples // self.window, 1)
         self.strips = best_strips(survey[: self.window], rules)
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
 
     def changed(
-        self, *, cost: CostModel | None = None, ranks: int | None = None, window: int | None = None
+        self,
+        *,
+        rules: BatchRules | None = None,
+        ranks: int | None = None,
+        window: int | None = None,
     ) -> Plan:
-        """The plan under another cost, or for other ranks.
+        """The plan under other rules, or for other ranks.
 
         Args:
-            cost: `None`: the same one.
+            rules: `None`: the same ones.
             ranks: number of ranks; `None`: the same ones, with the same windows.
             window: for other ranks; `None`: the default one.
         """
         return Plan(
             self.sizes,
-            self.rules if cost is None else replace(self.rules, cost=cost),
+            self.rules if rules is None else rules,
             self.order,
             self.ranks if ranks is None else replace(self.ranks, number=ranks),
             window=self.window_samples if ranks is None else window,
@@ -194,6 +199,7 @@ class Plan:
             "ranks": self.ranks.number,
             "balance": None if balance is None else cost_fingerprint(balance, largest),
             "limits": " ".join(limits),
+            "shapes": str(rules.shapes),
         }
 
     @cached_property
@@ -408,7 +414,10 @@ class Plan:
         if left is not None:
             left = np.append(left, np.ones(len(indices) - len(left), np.bool_))
             indices = indices[left]
-        if len(indices) < self.ranks.number and not self.ranks.repeats:
+        number = self.ranks.number
+        if self.rules.shapes and self.ranks.repeats:  # rounds of equal numbers have one shape
+            indices = np.resize(indices, -(-len(indices) // number) * number)
+        if len(indices) < number and not self.ranks.repeats:
             raise UnevenRanksError(
                 f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
                 f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"

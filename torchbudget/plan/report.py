@@ -53,6 +53,7 @@ class PlanReport:
             With `balance=`, in the unit of that model.
         dropped: positions of the epoch that `drop_last` drops.
         skipped: samples that are over the budget alone and are never drawn.
+        masked_rows: rows of `max_shapes` that no sample fills; `None` without it.
     """
 
     batches: int
@@ -70,6 +71,7 @@ class PlanReport:
     imbalance: float
     dropped: int
     skipped: int
+    masked_rows: int | None = None
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -77,6 +79,7 @@ class PlanReport:
         axes = [f"{share:.1%}" for share in self.axis_padding]
         each = self.samples / max(self.steps, 1)
         by_axis = f" ({', '.join(axes)} by axis)" if len(axes) > 1 else ""
+        masked = [] if self.masked_rows is None else [("masked rows", f"{self.masked_rows:,}")]
         return [
             ("micro-batches", f"{self.batches:,} on {self.ranks} rank(s)"),
             ("samples", f"{self.samples:,}, {self.smallest:,} to {self.largest:,} in a batch"),
@@ -86,6 +89,7 @@ class PlanReport:
             ),
             *(self._row(limit) for limit in self.limits),
             ("padding of elements", f"{self.padding:.1%}{by_axis}"),
+            *masked,
             ("batches over budget", f"{self.over_budget:,}"),
             ("imbalance of ranks", f"{self.imbalance:.4f}"),
             ("samples left out", f"{self.dropped:,} dropped, {self.skipped:,} skipped"),
@@ -123,15 +127,17 @@ def plan_report(
     batches = samples = over_budget = largest = steps = windows = 0
     smallest = np.iinfo(np.int64).max
     costliest = mean = 0.0
-    used, ended = np.zeros(len(rules.limits)), np.zeros(len(rules.limits))
-    amounts = np.array([max(limit.amount, 1) for limit in rules.limits], np.float64)
+    caps = [limit for limit in rules.limits if limit.name != "max_shapes"]
+    used, ended = np.zeros(len(caps)), np.zeros(len(caps))
+    amounts = np.array([max(limit.amount, 1) for limit in caps], np.float64)
+    all_rows = 0
     real, padded = np.zeros(sizes.axes), np.zeros(sizes.axes)
     for block in blocks:
         taken = block.stops - block.starts
         batches += len(taken)
         samples += int(taken.sum())
         smallest, largest = min(smallest, int(taken.min())), max(largest, int(taken.max()))
-        uses = np.array([block.used(rules, limit) for limit in rules.limits])
+        uses = np.array([block.used(rules, limit) for limit in caps])
         over_budget += int(np.count_nonzero(uses[0] > rules.budget_bytes))
         used += uses.sum(axis=1, dtype=np.float64)
         fullest = (uses / amounts[:, None]).argmax(axis=0)
@@ -139,8 +145,9 @@ def plan_report(
         own = block.sizes.reshape(len(block.sizes), -1)
         real += own.sum(axis=0, dtype=np.float64)
         if rules.packing is None:
-            longest = rules.padded(over_runs(np.maximum, own, block.starts))
-            padded += (longest.astype(np.float64) * taken[:, None]).sum(axis=0)
+            rows, longest = rules.shaped(taken, taken)[0], block.amounts(rules)
+            all_rows += int(rows.sum())
+            padded += (longest.astype(np.float64) * rows[:, None]).sum(axis=0)
         else:
             totals = over_runs(np.add, rules.padded(own), block.starts)
             padded += rules.packing.padded_totals(totals).sum(axis=0, dtype=np.float64)
@@ -155,7 +162,7 @@ def plan_report(
     shares = (ended / max(batches, 1)).tolist()
     limits = [
         LimitUse(name=limit.name, amount=limit.text(limit.amount), fill=fill, ended=share)
-        for limit, fill, share in zip(rules.limits, fills, shares, strict=True)
+        for limit, fill, share in zip(caps, fills, shares, strict=True)
     ]
     return PlanReport(
         batches=batches,
@@ -173,6 +180,7 @@ def plan_report(
         imbalance=costliest / mean if mean else 1.0,
         dropped=order.samples - samples,
         skipped=len(order.skipped),
+        masked_rows=all_rows - samples if rules.shapes else None,
     )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise, product
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, optional
-from torchbudget.cost.padded import PackedCost, PaddedCost
+from torchbudget.checks import at_least_one, is_int, natural, optional
+from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import MAX_BYTES, Amount, format_amount, parse_bytes
@@ -70,8 +72,11 @@ class BatchRules:
         balance: what ranks are to have equal sums of, such as time; `None`: the cost.
         further_limits: costs beside the first one, each with the amount that no micro-batch may
             exceed of it.
-        limits: everything that no micro-batch may exceed: the budget, `max_batch_size` and the
-            further limits.
+        max_shapes: the number of shapes of padded batches, which `fitted` chooses; or those shapes,
+            pairs of rows and length; `None`: any number of them.
+        limits: everything that no micro-batch may exceed: the budget, `max_batch_size`, the
+            further limits and, as rows of a shape that covers it, the shapes.
+        shapes: pairs of rows and length, the fewest rows first; empty: any.
         most: samples in a micro-batch at the most, by all counted limits; `None`: as many as fit.
         summed: costs of the summed limits, each with the room for the sum over a micro-batch's
             samples; the budget of packed batches is the first of them.
@@ -87,6 +92,8 @@ class BatchRules:
     batch_size_multiple: int = 1
     balance: CostModel | None = None
     further_limits: tuple[tuple[CostModel, int], ...] = ()
+    max_shapes: int | Sequence[tuple[int, int]] | None = None
+    shapes: tuple[tuple[int, int], ...] = field(init=False)
     limits: tuple[Limit, ...] = field(init=False)
     most: int | None = field(init=False)
     summed: tuple[tuple[AdditiveCost, int], ...] = field(init=False)
@@ -105,6 +112,11 @@ class BatchRules:
             limits.append(Limit("max_batch_size", count, self.max_batch_size))
         for number, (model, amount) in enumerate(self.further_limits):
             limits.append(Limit(f"limits[{number}]", model, amount))
+        object.__setattr__(self, "shapes", self._checked_shapes(limits))
+        if self.shapes:
+            rows, lengths = zip(*self.shapes, strict=True)
+            covering = TableCost(numbers=rows, sizes=tuple(zip(lengths)), peak_bytes=rows)
+            limits.append(Limit("max_shapes", covering, rows[-1]))
         object.__setattr__(self, "limits", tuple(limits))
         counted = [limit.most for limit in limits[1:] if limit.most is not None]
         object.__setattr__(self, "most", max(min(counted), 1) if counted else None)
@@ -135,6 +147,45 @@ class BatchRules:
                 "batch_size_multiple has no meaning for packed batches, which have no batch axis; "
                 f"leave it at 1, got {self.batch_size_multiple}"
             )
+
+    def _checked_shapes(self, limits: list[Limit]) -> tuple[tuple[int, int], ...]:
+        """The shapes that `max_shapes` lists, the fewest rows first.
+
+        Raises:
+            OptionError: it goes not together with the other rules, or a shape does not.
+        """
+        given: Any = self.max_shapes
+        if given is None:
+            return ()
+        others = [limit.name for limit in limits[1:] if limit.most is None]
+        if self.packing is not None or others or self.batch_size_multiple > 1:
+            raise OptionError(
+                "max_shapes is for padded batches without batch_size_multiple and without limits "
+                f"but of numbers of samples, got a {type(self.cost).__name__}, {others}, "
+                f"batch_size_multiple={self.batch_size_multiple}"
+            )
+        if is_int(given):
+            at_least_one("max_shapes", given)
+            return ()
+        shorter = False
+        with suppress(TypeError, ValueError):  # no pairs
+            given = sorted((at_least_one("n", n), natural("L", length)) for n, length in given)
+            shorter = all(a < b and x > y for (a, x), (b, y) in pairwise(given))
+        if not given or not shorter or any(length % self.size_multiple for _, length in given):
+            raise OptionError(
+                "max_shapes must be an int, or pairs (n, L) such as those of best_shapes, which "
+                "have fewer rows the longer they are, and lengths that are multiples of "
+                f"size_multiple={self.size_multiple}; got {given!r}"
+            )
+        for (rows, length), limit in product(given, limits):
+            needed = int(limit.cost.batch_bytes(rows, length))
+            if needed > limit.amount:
+                raise OptionError(
+                    f"the shape ({rows}, {length}) of max_shapes needs {limit.text(needed)} of "
+                    f"{limit.text(limit.amount)} ({limit.name}): choose others by best_shapes. A "
+                    "process keeps the shapes that it began with"
+                )
+        return tuple(given)
 
     @classmethod
     def of(
@@ -193,11 +244,22 @@ class BatchRules:
             return whole
         return -(-whole // self.size_multiple) * self.size_multiple
 
-    def capacity(self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike) -> IntArray:
-        """The largest number of samples, if the largest of them has the size; at least 1.
+    def shaped(self, n: IntArray, padded: IntArray) -> tuple[IntArray, IntArray]:
+        """Rows and length of batches of n samples, padded to a size: of their shape, if any.
 
-        Summed limits beside a padded budget are not counted, as samples may be smaller than the
-        largest one: see `alike`.
+        It is the shape with the fewest rows that are enough. So ranks that have as many samples
+        have one shape, whatever their lengths.
+        """
+        if not self.shapes:
+            return n, padded
+        rows, lengths = np.array(self.shapes).T
+        place = np.minimum(np.searchsorted(rows, n), len(rows) - 1)
+        return rows[place], lengths[place]
+
+    def capacity(
+        self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike, *, alike: bool = False
+    ) -> IntArray:
+        """The largest number of samples, if the largest of them has the size; at least 1.
 
         A sample over the budget was dealt with before planning. Under a budget that is lowered to
         even out the ranks it stands alone. So the number is never 0.
@@ -205,21 +267,19 @@ class BatchRules:
         Args:
             sizes: before rounding, shape `(…)` or `(…, d)`.
             budget_bytes: shape `(…)`, broadcast.
+            alike: all samples have the size, so that the summed limits beside a padded budget
+                count; otherwise samples may be smaller.
         """
         padded = self.padded(sizes)
-        n = np.maximum(self.cost.capacity(padded, budget_bytes), 1)
+        n = self.cost.capacity(padded, budget_bytes)
         for limit in self.limits[1:]:
-            if limit.most is None and limit.summed is None:
-                n = np.minimum(n, np.maximum(limit.cost.capacity(padded, limit.amount), 1))
-        return n if self.most is None else np.minimum(n, self.most)
+            if limit.most is None and (alike or limit.summed is None):
+                n = np.minimum(n, limit.cost.capacity(padded, limit.amount))
+        return np.maximum(n if self.most is None else np.minimum(n, self.most), 1)
 
     def alike(self, sizes: npt.NDArray[Any]) -> IntArray:
         """The number of samples of one size each that fit together, at least 1; shape `(…)`."""
-        n, padded = self.capacity(sizes, self.budget_bytes), self.padded(sizes)
-        for limit in self.limits[1:]:
-            if limit.summed is not None:
-                n = np.minimum(n, np.maximum(limit.cost.capacity(padded, limit.amount), 1))
-        return n
+        return self.capacity(sizes, self.budget_bytes, alike=True)
 
     def longest_summed(self, sizes: npt.NDArray[Any]) -> IntArray | None:
         """The longest runs that keep all summed limits, at least 1; `None` without such limits.

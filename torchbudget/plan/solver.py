@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
-from torchbudget.errors import UnevenRanksError
+from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange, ascending
 from torchbudget.plan.dealing import (
     Ranks,
@@ -38,6 +38,7 @@ from torchbudget.plan.pack import (
 )
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules, Limit
+from torchbudget.plan.shapes import RoundWindow
 from torchbudget.units import MAX_BYTES
 
 # Samples of a window that decide how its axes are cut into strips.
@@ -123,7 +124,7 @@ class Block:
         Shape `(micro-batches, d)`.
         """
         if rules.packing is None:
-            amounts = rules.padded(self.padded())
+            amounts = rules.shaped(self.stops - self.starts, rules.padded(self.padded()))[1]
         else:
             amounts = over_runs(np.add, self.sizes.astype(np.int64), self.starts)
         return amounts.reshape(len(self.starts), -1)
@@ -153,7 +154,7 @@ def run_costs(
     if rules.packing is not None and isinstance(model, AdditiveCost):
         return summed_costs(rules.padded(sizes), starts, model)
     padded = rules.padded(over_runs(np.maximum, sizes, starts))
-    return rules.costs(model, stops - starts, padded)
+    return rules.costs(model, *rules.shaped(stops - starts, padded))
 
 
 def summed_costs(padded: npt.NDArray[Any], starts: IntArray, model: AdditiveCost) -> IntArray:
@@ -228,14 +229,26 @@ class GroupedWindow(Windows):
 
 
 def _arranged(
-    sizes: npt.NDArray[Any], rules: BatchRules, strips: int | None, labels: Labels
+    sizes: npt.NDArray[Any],
+    rules: BatchRules,
+    strips: int | None,
+    labels: Labels,
+    ranks: Ranks = _ONE_RANK,
 ) -> Windows:
+    mixed = labels.groups is not None and ranks.number > 1
+    if rules.shapes and (mixed or labels.units is not None):
+        raise OptionError(
+            "max_shapes goes with neither units nor, on several ranks, windows that mix groups, as "
+            "with samples_per_step: all ranks have one shape at a time"
+        )
     if labels.groups is not None:
         one = labels._replace(groups=None)
         return GroupedWindow(sizes, labels.groups, rules, strips, one)
     units = labels.units if labels.whole else None
     if rules.packing is not None:
         return PackedWindow(sizes, rules, units)
+    if rules.shapes:
+        return RoundWindow(sizes, rules, ranks)
     if sizes.ndim == 2:
         return SortedWindows(sizes, rules, units)
     if strips is None:
@@ -263,7 +276,7 @@ def rounds_needed(
     """
     if rules.packing is not None or labels.units is not None:
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
-    windows = _arranged(sizes, rules, strips, labels)
+    windows = _arranged(sizes, rules, strips, labels, ranks)
     cuts = windows.cut(np.full(len(sizes), rules.budget_bytes))
     return least_rounds(np.array([*map(len, cuts)]), len(windows.firsts), ranks)
 
@@ -372,10 +385,10 @@ def _cut_first(
 ) -> Block:
     """Cut windows, and deal their micro-batches to the ranks, the costliest round first."""
     windows, length = sizes.shape[:2]
-    arranged = _arranged(sizes, rules, strips, labels)
+    arranged = _arranged(sizes, rules, strips, labels, ranks)
     budgets = np.full(windows, rules.budget_bytes)
     cuts = arranged.cut(budgets)
-    if ranks.together > 1:
+    if ranks.together > 1 and not rules.shapes:
         of = "samples" if arranged.units is None else "units"
         needed = least_rounds(np.array([*map(len, cuts)]), len(arranged.firsts), ranks, of)
         cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
@@ -383,7 +396,7 @@ def _cut_first(
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
     stops = np.append(starts[1:], windows * length)
     flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
-    if ranks.number > 1:
+    if ranks.number > 1 and not rules.shapes:
         work = run_costs(flat, starts, stops, rules, rules.work)
         rounds = _dealt(work, stops - starts, counts, ranks)
         if ranks.even_sums and isinstance(arranged, SortedWindows) and arranged.units is None:
@@ -406,7 +419,8 @@ def solve(
 
     Args:
         rules: of a micro-batch.
-        sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack.
+        sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack or have
+            shapes.
         ranks: that share each window.
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
@@ -565,7 +579,7 @@ def without_last(
         last = int(np.where(fits, costs, MAX_BYTES).argmin())
         stays[windows.samples[starts[last] : stops[last]]] = False
     largest = sizes.max(axis=0)
-    if ranks.number > 1 and rules.alike(largest) < 2:
+    if ranks.number > 1 and (rules.shapes or rules.alike(largest) < 2):
         still = windows.samples[stays[windows.samples]]
         stays[still[len(still) - len(still) % ranks.number :]] = False
     return stays

@@ -24,6 +24,20 @@ def num_samples(batch: Any) -> int:
     return int(batch.num_samples) if isinstance(batch, HasNumSamples) else _rows(batch)
 
 
+def masked_rows(batch: Any) -> int:
+    """The number of rows of a batch's tensors that are no samples: see `max_shapes`."""
+    return int(getattr(batch, "masked_rows", 0))
+
+
+def check_unmasked(batch: Any) -> None:
+    """Raise an `OptionError` where a batch has rows that are no samples."""
+    if masked_rows(batch):
+        raise OptionError(
+            f"joint_backward compares all rows of a batch, of which {masked_rows(batch)} are no "
+            "samples: leave max_shapes out, or pass batch.split(1)[0]"
+        )
+
+
 def check_splittable(batch: Any) -> None:
     """Raise an `OptionError` where `halves` could not cut the batch."""
     if not isinstance(batch, SplittableBatch):

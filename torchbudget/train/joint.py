@@ -25,7 +25,7 @@ from torchbudget.errors import OptionError, StepError
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.batches import Replayed
+from torchbudget.train.batches import Replayed, check_unmasked
 from torchbudget.train.retry import Buffers
 
 
@@ -63,7 +63,8 @@ def joint_backward(
 
     Raises:
         OptionError: no micro-batches, no tensors, representations of another kind, a loss that is
-            no scalar, or a forward that changes its micro-batch in place; on all ranks.
+            no scalar, a forward that changes its micro-batch in place, or rows that are masked;
+            on all ranks.
         StepError: micro-batches are pending in the accumulator.
 
     >>> model = torch.nn.Linear(3, 2)
@@ -102,6 +103,7 @@ def _two_passes(
             raise OptionError("joint_backward needs at least one micro-batch on every rank")
         with torch.no_grad():
             for micro_batch in micro_batches:
+                check_unmasked(micro_batch.fresh())
                 states.append(RandomState.take())
                 leaves, structure = tree_flatten(forward(micro_batch.fresh()))
                 parts.append([one.detach() if isinstance(one, Tensor) else one for one in leaves])

@@ -27,7 +27,7 @@ from torchbudget.protocols import (
 )
 from torchbudget.restoring import TrainingState, reachable
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.batches import moved, num_samples
+from torchbudget.train.batches import masked_rows, moved, num_samples
 from torchbudget.train.step import Pending, Step, check_scalar, float64_device, in_float64
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -110,7 +110,7 @@ def _measured(batch: Any, monitor: BatchMonitor | None) -> AbstractContextManage
         return nullcontext()
     if not isinstance(batch, SplittablePaddedBatch):
         return monitor.batch()
-    return monitor.batch(batch.num_samples, batch.padded_size)
+    return monitor.batch(batch.num_samples + masked_rows(batch), batch.padded_size)
 
 
 def _each(batches: Iterator[Any]) -> Generator[Any, None, None]:
@@ -204,6 +204,8 @@ def evaluate(
     weights = Pending()
     with evaluation_mode([*modules_of(model), *modules_of(criterion)]):
         for batch in loop_over(loader):
+            if masked_rows(batch):
+                batch = batch.split(1)[0]  # the samples alone
             own = Pending.of(weight(batch), read=mean)
             loss = criterion(model, moved(batch, device))
             check_scalar(loss)

@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from operator import length_hint
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -17,7 +18,7 @@ from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
 from torchbudget.protocols import HasNumSamples, IndexSource
-from torchbudget.train.batches import moved
+from torchbudget.train.batches import masked_rows, moved
 from torchbudget.train.loop import evaluation_mode, modules_of
 
 # Bytes that a rank sends in one collective: a few of them for many small outputs, while their
@@ -114,8 +115,9 @@ def predict(
                 outputs = _outputs(model, batch, number, indices, split_outputs)
                 if host is None:
                     _enter(results, indices, rows(outputs))
-                elif not run.last.is_repeated:
-                    kept.append(pickle.dumps((indices, outputs)))
+                else:
+                    fresh = np.where(run.last.repeated, -1, run.last.indices).tolist()
+                    kept.append(pickle.dumps((fresh, outputs)))
                 del batch, outputs  # before the next ones are made
                 number += 1  # noqa: SIM113  (enumerate would keep the batch)
     for indices, outputs in () if host is None else _gathered(kept, host):
@@ -166,14 +168,17 @@ def _outputs(
     if isinstance(batch, HasNumSamples) and batch.num_samples != n:
         raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
     outputs = model(batch)
+    rows = n + masked_rows(batch)
     if split_outputs is None:
-        _check_rows(outputs, n, called)
+        _check_rows(outputs, rows, called)
+        outputs = tree_map_only(Tensor, lambda one: one[:n], outputs)
     else:
         outputs = list(split_outputs(outputs, batch))
-        if len(outputs) != n:
+        if len(outputs) not in (n, rows):
             raise OptionError(
                 f"{called}: split_outputs must return {n} outputs, got {len(outputs)}"
             )
+        outputs = outputs[:n]
     # A view would keep all of its batch.
     return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), outputs)
 
@@ -221,6 +226,8 @@ def _gathered(kept: list[bytes], ranks: Ranks) -> Iterator[tuple[list[int], Any]
 
 def _enter(results: list[Any], indices: list[int], outputs: Sequence[Any]) -> None:
     for index, output in zip(indices, outputs, strict=True):
+        if index < 0:  # another micro-batch has the sample, too
+            continue
         if index >= len(results) or results[index] is not _MISSING:
             raise OptionError(f"index {index} came more than once: {_OTHER_PLANS}")
         results[index] = output

@@ -131,7 +131,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples, n."""
+        """The number of samples, n; rows that fill up a shape of `max_shapes` do not count."""
         return self._known.num_samples
 
     @property
@@ -167,8 +167,10 @@ class Batch:
         knows no shapes.
         """
         known = self._arrangement
-        layouts = () if known is None else known.layouts.values()
-        return [layout.shapes for layout in dict.fromkeys(layouts)]
+        if known is None:
+            return []
+        each = dict.fromkeys(known.layouts.values())
+        return [layout.shapes[: known.num_samples] for layout in each]
 
     def present(self, field: Any) -> Tensor:
         """Which samples have a field, which may be optional: bool, `(n,)`, on the CPU.
@@ -180,7 +182,7 @@ class Batch:
         layout = known.layouts.get(path_of(field))
         if layout is None or layout.present is None:
             return torch.full((known.num_samples,), layout is not None)
-        return torch.from_numpy(layout.present.copy())
+        return torch.from_numpy(layout.present[: known.num_samples].copy())
 
     @property
     def _known(self) -> Arrangement:
@@ -196,7 +198,8 @@ class Batch:
 
     @property
     def _host_lengths(self) -> IntArray:  # (n, k) for k ragged axes
-        return self._known.layouts[self._known.measured].lengths
+        known = self._known
+        return known.layouts[known.measured].lengths[: known.num_samples]
 
     @property
     def _device(self) -> Any:  # of the field whose lengths are the batch's
@@ -294,7 +297,7 @@ class Batch:
         """
         known = self._known
         pairs = zip(known.layouts.values(), known.fields(self.data), strict=True)
-        columns = [layout.samples(field) for layout, field in pairs]
+        columns = [layout.samples(field)[: known.num_samples] for layout, field in pairs]
         return [self._structured(row) for row in zip(*columns, strict=True)]
 
     def _part(self: BatchT, start: int, stop: int) -> BatchT:
@@ -427,14 +430,33 @@ class PaddedBatch(Batch):
         return tuple([layout.shape[1 + axis] for axis in layout.length_axes])
 
     @property
+    def masked_rows(self) -> int:
+        """The rows after the samples that fill up a shape of `max_shapes`: see `PadCollate`."""
+        known = self._arrangement
+        layout = None if known is None else known.layouts[known.measured]
+        if known is None or not isinstance(layout, PaddedLayout):
+            return 0
+        return layout.shape[0] - known.num_samples
+
+    @property
+    def row_mask(self) -> Tensor:
+        """False at masked rows: bool, `(rows,)`, on the device of `mask`."""
+        known = self._known
+        rows = torch.arange(known.num_samples + self.masked_rows, device=self._device)
+        return rows < known.num_samples
+
+    @property
     def mask(self) -> Tensor:
-        """False at padding.
+        """False at padding, and in masked rows.
 
         Bool, `(n, L)`, or `(n, L₁, …, Lₖ)` for k ragged axes, on the device of the field whose
         lengths are the batch's. Computed at each access, so that a batch does not keep it in
         memory.
         """
-        return self._measured(PaddedLayout).mask(self._device)
+        mask = self._measured(PaddedLayout).mask(self._device)
+        if self.masked_rows:
+            mask[self.num_samples :] = False
+        return mask
 
 
 class PackedBatch(Batch):
@@ -469,7 +491,7 @@ class PackedBatch(Batch):
             CollateError: no field is ragged.
         """
         layout = self._measured(JoinedLayout)
-        if layout.rule.multiple == layout.rule.total_multiple == 1:  # no segments of padding
+        if layout.rule[:3] == (1, 1, None):  # no segments of padding
             # No function of NumPy's: in a trace the lengths are a symbolic tensor.
             ends = on_device(layout.shapes[:, 0].cumsum(0), self._device)
             return torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)

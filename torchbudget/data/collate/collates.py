@@ -16,6 +16,8 @@ from torchbudget.checks import (
     check_flags,
     is_int,
     natural,
+    optional,
+    shape_of,
     size_multiple_of,
 )
 from torchbudget.cost.protocol import CostModel, IntArray
@@ -102,8 +104,12 @@ class FieldCollate:
         rules = {} if self.fields is None else {"fields": _read_rule}
         return {**rules, **self._per_field}
 
-    def _collate(self, samples: Sequence[Any]) -> Any:
+    def _collate(self, samples: Sequence[Any], length: int = 0) -> Any:
         """Make a batch of the class that fits its samples, of which there is at least one.
+
+        Args:
+            samples: of the batch.
+            length: to which fields without a rule are padded at the least.
 
         Raises:
             CollateError: the samples cannot form one batch; or an option names a field that the
@@ -113,7 +119,7 @@ class FieldCollate:
         structure, fields = take_apart(samples, rules)
         optional = [path for path, rule in rules.items() if OPTIONAL in rule]
         self._check_names([*(one.path for one in fields), *optional])
-        shared: dict[Any, Any] = {}
+        shared: dict[Any, Any] = {"length": length}
         values, layouts = [], {}
         with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
             for one in fields:
@@ -154,7 +160,9 @@ class FieldCollate:
         if (kind or self._ragged) == "joined":
             row = self._row if rule is None else RowRule()
             return join(column, row, own_padding(field.names) or 0, shared)
-        return pad(column, *self._padding(field, column.shapes.shape[1]), shared)
+        padding, value = self._padding(field, column.shapes.shape[1])
+        length = 0 if rule else shared["length"]
+        return pad(column, padding._replace(length=length), value, shared)
 
     def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
         """How a field of d axes is padded."""
@@ -324,7 +332,10 @@ class PadCollate(FieldCollate):
             such an axis has no length.
         size_multiple: padded lengths are rounded up to a multiple of it, in all fields. It must be
             that of the sampler or stream: give an int, or the sampler or stream itself, from which
-            the int is read once.
+            the int is read once, and with `max_shapes` the shapes: batches are padded to these, and
+            missing rows are copies of the batch's shortest sample, masked by labels of -100.
+        row_mask: the loss leaves out rows, or positions, by `batch.row_mask` or `batch.mask`.
+            Without it samples must have integer `labels`, as a loss would count masked rows.
         mask: the name, such as "attention_mask", of a field that is added to a batch of dict
             samples: the batch's mask as int64 ones and zeros, as Hugging Face models take it.
             `PaddedBatch.mask` is the same as bool.
@@ -355,8 +366,10 @@ class PadCollate(FieldCollate):
     side: Side | Mapping[Any, Side] = "right"
     length_axes: Axes | Mapping[Any, Axes] = 0
     size_multiple: int | HasSizeMultiple = 1
+    row_mask: bool = False
     mask: str | None = None
     _tokenizer: TokenizerRules | None = field(default=None, repr=False)
+    _shapes: tuple[tuple[int, int], ...] = field(default=(), init=False, repr=False)
 
     _ragged: ClassVar[str] = "padded"
     _kinds: ClassVar = (PaddedBatch, PaddedMapping, PaddedSequence)
@@ -369,8 +382,10 @@ class PadCollate(FieldCollate):
     def __post_init__(self) -> None:
         """Check the options."""
         FieldCollate.__post_init__(self)
-        # A copy of the number: a collate is sent to workers, and a sampler is large.
+        # A copy of the numbers: a collate is sent to workers, and a sampler is large.
+        object.__setattr__(self, "_shapes", getattr(self.size_multiple, "shapes", ()))
         object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
+        check_flags(row_mask=self.row_mask)
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
@@ -424,12 +439,49 @@ class PadCollate(FieldCollate):
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
-        batch: PaddedBatch = self._collate(samples)
+        batch: PaddedBatch = self._filled_up(samples) if self._shapes else self._collate(samples)
         if self._ids is not None:
             check_ids(batch, self._ids, PaddedLayout, "for_tokenizer")
             if self.mask in batch:
                 return batch
         return batch if self.mask is None else _add_mask(batch, self.mask)
+
+    def _filled_up(self, samples: Sequence[Any]) -> PaddedBatch:
+        """The batch in the shape that has room for it, with copies of its shortest sample.
+
+        Raises:
+            CollateError: the samples have no length or a longer one; or there are no labels, so
+                that a loss might count these copies.
+            OptionError: the samples are too many for any shape.
+        """
+        n, found = len(samples), self.row_mask
+        rows, length = shape_of(self._shapes, n, 0)
+        batch: PaddedBatch = self._collate(samples, length)
+        if batch.padded_size != (length,):
+            raise CollateError(
+                f"{n} samples padded to {batch.padded_size} have the shape ({rows}, {length}) in "
+                "the sampler or stream: is this a batch of it, and one ragged axis?"
+            )
+        if rows > n:
+            shortest = samples[int(batch.lengths.argmin())]
+            batch = self._collate([*samples, *[shortest] * (rows - n)], length)
+        known = batch._known
+        padding = OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
+        fields = zip(known.layouts.items(), known.fields(batch.data), strict=True)
+        for (path, layout), value in fields:
+            is_label = own_padding(path, padding) == IGNORED_LABEL
+            if is_label and isinstance(value, Tensor) and value.dtype in _SIGNED:
+                found = True
+                if rows > n:
+                    value[layout.part(n, rows)[0]] = IGNORED_LABEL
+        if not found:
+            raise CollateError(
+                "rows that fill a batch up to its shape are masked by integer labels of "
+                f"{IGNORED_LABEL}, and no field named {LABELS!r} has such: make one, or let the "
+                "loss leave those rows out by batch.row_mask or batch.mask, and say so by "
+                "PadCollate(row_mask=True)"
+            )
+        return type(batch)(batch.data, replace(known, num_samples=n))
 
     def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
         """See `FieldCollate._padding`."""
@@ -490,6 +542,9 @@ class PackCollate(FieldCollate):
             that of the cost, `PackedCost(total_multiple=…)`: give an int, or the sampler, stream or
             cost, from which it is read once. With the budget's number of positions, all batches
             are equally long.
+        segments: `cu_seqlens` has one entry more than this number in every batch, for compiled
+            models: segments without a sample share the padding of the total, or are empty. It is
+            one more than `max_batch_size` of the sampler or stream, and needs `size_multiple=1`.
         position_ids_start: the position of each sample's first token in `layout="transformers"`: 0
             for most models, and `padding_idx + 1` for those like RoBERTa.
         causal_labels: in `layout="transformers"` labels are those of the next token: the first of
@@ -521,6 +576,7 @@ class PackCollate(FieldCollate):
     layout: str | None = None
     size_multiple: int | HasSizeMultiple = 1
     total_multiple: Any = 1
+    segments: int | None = None
     position_ids_start: int = 0
     causal_labels: bool = True
 
@@ -541,9 +597,12 @@ class PackCollate(FieldCollate):
         row = RowRule(
             multiple=size_multiple_of(self.size_multiple),
             total_multiple=self.total_multiple,
+            segments=optional("segments", self.segments),
             in_row=self.layout is not None,
             first_position=natural("position_ids_start", self.position_ids_start),
         )
+        if row.multiple > 1 and row.segments is not None:
+            raise OptionError("segments needs size_multiple=1: the total is padded, not samples")
         object.__setattr__(self, "_row", row)
         if self.layout is None and (self.position_ids_start, self.causal_labels) != (0, True):
             raise OptionError(

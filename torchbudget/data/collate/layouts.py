@@ -133,12 +133,14 @@ class RowRule(NamedTuple):
     Attributes:
         multiple: each sample gets room that is a multiple of it.
         total_multiple: the length of the joined tensor is rounded up to a multiple of it.
+        segments: of samples and of padding, in each batch; `None`: as many as there are.
         in_row: whether the tensor is one row, `(1, total, …)`, and not `(total, …)`.
         first_position: the position of each sample's first element, for the model of a row.
     """
 
     multiple: int = 1
     total_multiple: int = 1
+    segments: int | None = None
     in_row: bool = False
     first_position: int = 0
 
@@ -158,13 +160,20 @@ class JoinedLayout(Layout):
         """The layout of samples of these lengths, `(n, 1)`.
 
         Raises:
-            CollateError: the samples have more positions than int32 can count.
+            CollateError: the samples have more positions than int32 can count, or they and their
+                padding are more segments than the rule has.
         """
         total = int(_rounded_up(_rounded_up(lengths, rule.multiple).sum(), rule.total_multiple))
         if total >= 2**31:
             raise CollateError(
                 f"{total} positions are more than the offsets, torch.int32, can count; make "
                 "smaller batches"
+            )
+        if rule.segments is not None and len(lengths) + (total > lengths.sum()) > rule.segments:
+            raise CollateError(
+                f"{len(lengths)} samples in {lengths.sum()} of {total} positions are more than "
+                f"segments={rule.segments}: give PackCollate one more than max_batch_size of the "
+                "sampler or stream"
             )
         shape = (1, total) if rule.in_row else (total,)
         return cls(shapes=lengths, length_axes=(0,), shape=shape, rule=rule)
@@ -180,9 +189,15 @@ class JoinedLayout(Layout):
         """0 and the end of each segment: a sample, or padding, `(segments + 1,)`.
 
         Padding is in segments of its own, none longer than the longest sample: so it costs no more
-        than samples of its size do, and its positions are ones that the model has.
+        than samples of its size do, and its positions are ones that the model has. Of a given
+        number of segments those without a sample share the padding.
         """
         lengths = self.shapes[:, 0].tolist()
+        if self.rule.segments is not None:
+            ends = np.cumsum([0, *lengths])
+            free = np.arange(self.rule.segments - len(lengths)) + 1
+            rest = (self.shape[-1] - ends[-1]) * free // max(len(free), 1)
+            return np.append(ends, ends[-1] + rest)
         found, longest = [0], max(*lengths, 1)
         edges = pairwise([*self.starts[:-1].tolist(), self.shape[-1]])
         for length, (start, stop) in zip(lengths, edges, strict=True):
@@ -262,17 +277,19 @@ class PaddingRule(NamedTuple):
         left_share: the share of the padding, in [0, 1], before a sample.
         multiple: the padded shape is rounded up to a multiple of it on its length axes.
         length_axes: the axes of lengths and masks.
+        length: at the least, on these axes.
     """
 
     left_share: float = 0.0
     multiple: int = 1
     length_axes: tuple[int, ...] = (0,)
+    length: int = 0
 
     def rounded(self, shape: IntArray) -> IntArray:
         """A shape, rounded up in place."""
-        if self.multiple > 1:
+        if self.multiple > 1 or self.length:
             axes = list(self.length_axes)
-            shape[axes] = _rounded_up(shape[axes], self.multiple)
+            shape[axes] = np.maximum(_rounded_up(shape[axes], self.multiple), self.length)
         return shape
 
 
@@ -331,13 +348,15 @@ class PaddedLayout(Layout):
         """
         shapes, starts = self.shapes[start:stop], self.starts[start:stop]
         first = starts.min(axis=0)
-        size = self.rule.rounded((starts + shapes).max(axis=0) - first)
+        rule = self.rule._replace(length=0)
+        size = rule.rounded((starts + shapes).max(axis=0) - first)
         first = np.minimum(first, self.shape[1:] - size)
         layout = replace(
             self,
             shapes=shapes,
             shape=(stop - start, *size.tolist()),
             starts=starts - first,
+            rule=rule,
         )
         window = map(slice, first.tolist(), (first + size).tolist())
         return (slice(start, stop), *window), layout

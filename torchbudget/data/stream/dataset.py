@@ -12,7 +12,7 @@ from weakref import WeakMethod, WeakSet
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, check_flags, natural, optional
+from torchbudget.checks import at_least_one, check_flags, is_int, natural, optional
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
@@ -113,6 +113,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         batch_size_multiple: likewise.
         size_multiple: likewise.
         limits: likewise.
+        max_shapes: pairs (n, L), as `best_shapes` returns for the sizes of some samples.
         group: a function of a sample, after its transforms, that returns its label: no micro-batch
             has samples of two groups, while ranks may have different ones at a time.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
@@ -145,6 +146,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     Attributes:
         cost: that batches are planned by.
         size_multiple: `PadCollate(size_multiple=stream)` reads it.
+        shapes: likewise: pairs (n, L) of rows and padded length; empty without `max_shapes`.
 
     >>> texts = [["a", "bcd", "ef"], ["ghijk"]]  # two shards
     >>> stream = BudgetedIterableDataset(
@@ -175,6 +177,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         size_multiple: int = 1,
         limits: Sequence[tuple[CostModel, Amount]] = (),
         group: Callable[[Any], Hashable] | None = None,
+        max_shapes: Sequence[tuple[int, int]] | None = None,
         oversize: Oversize = "raise",
         on_error: str = "raise",
         split: Split | None = None,
@@ -193,10 +196,18 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             "max_batch_size": optional("max_batch_size", max_batch_size),
             "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
             "size_multiple": self.size_multiple,
+            "max_shapes": max_shapes,
         }
+        if is_int(max_shapes):
+            raise OptionError(
+                "a stream's sizes are unknown before it is read: max_shapes must be pairs (n, L), "
+                "as best_shapes returns for the sizes of some samples"
+            )
         grouping = _grouping_of(cost, self.budget, oversize, {"limits": tuple(limits), **rules})
+        self.shapes = grouping.rules.shapes if isinstance(grouping, ByCost) else ()
         rules |= {
             "limits": None,
+            "max_shapes": str(self.shapes),
             "budget": getattr(self.budget, "device", None),
             "cost": "a predicate",  # its cuts are compared
             "oversize": oversize,
@@ -214,7 +225,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 f"with a cost, not with a predicate; got {group!r}"
             )
         checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
-        collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
+        collate = collate_fn or PadCollate(size_multiple=self)
         self._settings_now = Settings(
             source=checked,
             transforms=(*checked.first_transforms, *transforms),
@@ -258,16 +269,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             self._begin_at(self._start)
 
     # ------------------------------------------------------------------ what it has
-
-    @property
-    def num_replicas(self) -> int:
-        """Ranks that share the source."""
-        return self._ranks.now()[0]
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._ranks.now()[1]
 
     @property
     def _settings(self) -> Settings:
@@ -613,14 +614,20 @@ def _grouping_of(
         OptionError: an option is invalid, or does not go with a predicate.
         BudgetError: there is a cost, and the budget does not limit the device.
     """
-    check_oversize(oversize)
     if isinstance(cost, type) or not (isinstance(cost, CostModel) or callable(cost)):
         raise OptionError(f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}")
     if isinstance(cost, CostModel):
         if budget is None:
             raise BudgetError("with a cost, the budget must limit the device, got None")
-        return ByCost(BatchRules.of(cost, budget, **options), oversize)
-    none = {"limits": (), "max_batch_size": None, "batch_size_multiple": 1, "size_multiple": 1}
+        rules = BatchRules.of(cost, budget, **options)
+        check_oversize(oversize, rules)
+        return ByCost(rules, oversize)
+    none = {"max_shapes": None} | {
+        "limits": (),
+        "max_batch_size": None,
+        "batch_size_multiple": 1,
+        "size_multiple": 1,
+    }
     if options != none or oversize != "raise" or getattr(budget, "device", None) is not None:
         raise OptionError(
             "a predicate alone decides what a batch contains: give None as the budget, or "
