@@ -306,9 +306,7 @@ class Covering:
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
         by_area = self.grid is None or self.grid.by_area
-        return Grid(
-            tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, self._reached
-        )
+        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, self._reached)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, float]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
