@@ -16,6 +16,7 @@ from torchbudget.data.sampler import MemoryBudgetBatchSampler, best_shapes
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.errors import TorchBudgetError
+from torchbudget.host.loader import loader
 from torchbudget.host.options import loader_options
 from torchbudget.machine.allocators import configure_allocators
 from torchbudget.observe.monitor import MemoryMonitor
@@ -61,6 +62,7 @@ __all__ = [
     "joint_backward",
     "limit_device_memory",
     "load_cost",
+    "loader",
     "loader_options",
     "measure_cost",
     "memory_summary",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -63,3 +64,8 @@ def counting(
         total=total, desc=description, unit=f" {unit}", disable=None, leave=leave, delay=delay_s
     ) as bar:
         yield bar.update
+
+
+def say(lines: Iterable[str]) -> None:
+    """Write lines for people to standard error, where bars are shown, too."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -89,7 +89,7 @@ class Covering:
             CostError: the step cannot be traced at all.
         """
         self._deadline = time.process_time() + _MOST_SECONDS
-        smallest = self.subject.domain.smallest
+        smallest = self.subject.domain.between(0.0)
         two = self._at((2, *smallest))
         if self.room is not None:
             fitting = self.room // max(two - self._at((1, *smallest)), 1)
@@ -144,7 +144,7 @@ class Covering:
 
     def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
-            limit = self._limit(self.subject.domain.smallest)
+            limit = self._limit(self.subject.domain.between(0.0))
             trace = self.tracer.symbolic(recipe, shape, limit)
             trace.failed([shape])
             trace.piece([shape], []).in_n(np.array([shape[1:]]))
@@ -222,7 +222,8 @@ class Covering:
         return shape if trace is not None and trace.failed([limited]).any() else limited
 
     def _at(self, shape: Shape, most_seconds: float = math.inf) -> int:
-        """The bytes of a concrete trace."""
+        """The bytes of a concrete trace; where none can have the shape, of the next larger one."""
+        shape = self.subject.domain.occurring(shape)
         if shape not in self._concrete:
             self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
             peak = int(self._concrete[shape].peaks([shape])[0])

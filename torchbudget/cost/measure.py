@@ -20,7 +20,12 @@ from torchbudget.cost.agree import JoinedRanks
 from torchbudget.cost.as_on_cuda import AssumedCuda
 from torchbudget.cost.covering import Covering
 from torchbudget.cost.measured import MeasuredCost
-from torchbudget.cost.running import run_steps, warn_of_kept
+from torchbudget.cost.running import (
+    ProbeOutOfMemoryError,
+    StepRunner,
+    run_steps,
+    warn_of_kept,
+)
 from torchbudget.cost.subject import BatchError, Domain, Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.errors import CostError
@@ -142,6 +147,39 @@ def measure_cost(
         described["device"] = "cuda, predicted"
     notes = (*subject.notes, *subject.checks.notes())
     return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
+
+
+def still_holds(
+    cost: MeasuredCost,
+    step: Callable[[Any], object],
+    make_batch: Callable[[int, Any], Any],
+    size: Sequence[int],
+    room: int,
+) -> bool:
+    """Whether one real step, on the most samples of a size that fit, needs no more than predicted.
+
+    Everything that the step refers to is restored. Ranks that step together all call it.
+
+    Args:
+        cost: saved before, in another process.
+        step: the step that it was measured on.
+        make_batch: makes its batches.
+        size: one that occurs, with an int for each axis.
+        room: the budget, in bytes.
+    """
+    state = TrainingState(step)
+    domain = Domain(cost.smallest, cost.largest, cost.multiple)
+    subject = Subject(step, make_batch, domain, state, state.device)
+    asked = (*size,) if cost.axes > 1 else size[0]
+    n = min(int(cost.capacity(asked, room)), subject.most_samples((*size,)))
+    if n < 1:
+        return False
+    try:
+        with state.restored(contents=True):
+            peak_bytes = StepRunner(subject).run(n, (*size,)).peak_bytes
+    except ProbeOutOfMemoryError:
+        return False
+    return peak_bytes <= int(cost.batch_bytes(n, asked))
 
 
 def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:

@@ -379,8 +379,13 @@ class MeasuredCost:
             for p in self.probes
         ]
 
+    def __repr__(self) -> str:
+        return f"<MeasuredCost: {self}>"
+
     def __str__(self) -> str:
-        return self.report()
+        """Return its basis, its largest error and its margin, in a line; `report` has all."""
+        worst = max(map(abs, self.errors()), default=0.0)
+        return f"{self._rests_on()}; off by {worst:.1%} at the most, margin {self.margin:.1%}"
 
     def report(self) -> str:
         """Report the probes with their errors, and the samples that a budget holds."""

@@ -366,36 +366,35 @@ class _Runs:
             sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
             for axis in range(domain.axes)
         ]
-        self._run_first(domain.smallest)
-        for size in sorted(product(*nodes), key=lambda one: (math.prod(one), one)):
-            if self._may_begin(size):
-                self._climb(size)
-        runs = self.probes
-        reached = [size for size in product(*nodes) if any(p.size == size for p in runs)]
-        if domain.largest not in reached:
+        self._run_first(domain.between(0.0))
+        shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
+        for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
+            if self._may_begin((*size,), least):
+                self._climb((*size,), least)
+        if all(probe.size != domain.largest for probe in self.probes):
             self._note_unreached(domain.largest)
         self._check_between(nodes)
         self.probes = self.runner.settled(self.probes)
         cost = self._grid_cost(nodes)
         return replace(cost, margin=self._margin(cost, _BLIND_MARGIN), seconds=self._seconds(cost))
 
-    def _may_begin(self, size: Size) -> bool:
-        """Whether runs of other sizes bound one sample of this size below the budget."""
+    def _may_begin(self, size: Size, least: int) -> bool:
+        """Whether runs of other sizes bound the fewest samples of this size below the budget."""
         idle = self.runner.idle_bytes
         for probe in self.probes:
             larger = max(1.0, *(a / b for a, b in zip(size, probe.size, strict=True)))
             grown = max(probe.peak_bytes - idle, _SEEN_BYTES) / (1 if probe.held_out else probe.n)
             power = 2 * sum(a > b for a, b in zip(size, probe.size, strict=True))
-            if idle + grown * larger**power * _LINEAR <= self.room:
+            if idle + least**2 * grown * larger**power * _LINEAR <= self.room:
                 return True
         return False
 
-    def _climb(self, size: Size) -> None:
+    def _climb(self, size: Size, least: int) -> None:
         runs = [probe for probe in self.probes if probe.size == size]
         target = int(_NEAR * self.room)
         most = self.subject.most_samples(size)
         for _ in range(_MOST_CLIMBS):
-            n = min(self._next(runs, target) if runs else self._begin(size), most)
+            n = min(self._next(runs, target) if runs else max(self._begin(size), least), most)
             if n < 1 or (runs and n <= runs[-1].n * 1.05):
                 return
             try:
@@ -460,14 +459,14 @@ class _Runs:
 
     def _grid_cost(self, nodes: Sequence[Sequence[int]]) -> MeasuredCost:
         domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
-        sizes = [
-            tuple(one for one in axis if any(p.size[k] == one for p in fitted))
-            for k, axis in enumerate(nodes)
-        ]
+        # A column that no samples make is that of the next larger size.
+        made = {size: domain.occurring((1, *size))[1:] for size in product(*nodes)}
+        reached = [size for size in made if any(p.size == made[size] for p in fitted)]
+        sizes = [tuple(sorted({one[k] for one in reached})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
         columns = []
         for size in product(*sizes):
-            runs = sorted((p for p in fitted if p.size == size), key=lambda p: p.n)
+            runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)]).astype(float)
             columns.append(((0, *(p.n for p in runs)), tuple(peaks.tolist())) if runs else ((), ()))
         # A size whose runs ended below what others have reached goes on by its own slope.

@@ -17,7 +17,7 @@ from torchbudget.checks import is_int
 from torchbudget.cost.batch_recipe import Shape, batch_bytes
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
-from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
 from torchbudget.machine.out_of_memory import is_out_of_memory
 from torchbudget.restoring import TrainingState
 from torchbudget.warn import warn
@@ -114,6 +114,21 @@ class Domain:
         rounded = -(-np.rint(wanted).astype(int) // self.multiple) * self.multiple
         return tuple(np.clip(rounded, self.smallest, self.largest).tolist())
 
+    def occurring(self, shape: Shape) -> Shape:
+        """The next larger shape that samples of the known sizes can have, padded together."""
+        n, *wanted = shape
+        size = np.array(wanted)
+        while self.known is not None and self.axes > 1:
+            below = self.known[(self.known <= size).all(axis=1)]
+            short = np.flatnonzero(below.max(axis=0, initial=0) < size)
+            if not len(short):
+                alone = (below == size).all(axis=1).any()
+                return (n if alone else max(n, self.axes), *size.tolist())
+            larger = self.known[self.known[:, short[0]] >= size[short[0]]]
+            grown = np.maximum(larger, size)
+            size = grown[grown.prod(axis=1).argmin()]
+        return shape
+
     def judged(self) -> list[Size]:
         """Sizes at which steps are run, from short to long."""
         return list(dict.fromkeys(self.between(share) for share in _JUDGED))
@@ -134,10 +149,12 @@ class Domain:
     def recipe_shapes(self) -> list[Shape]:
         """Small shapes that show how a batch's dimensions follow from its shape."""
         if self.known is not None:
-            # Of many sizes, some from short to long; short ones take little memory.
-            order = np.argsort(self.known.prod(axis=1), kind="stable")
+            # Of many sizes, some from short to long; short ones take little memory. A collate may
+            # keep two fields of equal lengths as one.
+            known = self.known[(np.diff(np.sort(self.known, axis=1), axis=1) > 0).all(axis=1)]
+            order = np.argsort(known.prod(axis=1), kind="stable")
             count = min(len(order), 3 * 2**self.axes)
-            rows = self.known[order[np.linspace(0, len(order) - 1, count).astype(int)]]
+            rows = known[order[np.linspace(0, len(order) - 1, count).astype(int)]]
             terms = [[math.prod(x) for x in _subsets(row)] for row in rows.tolist()]
             if np.linalg.matrix_rank(np.array(terms, float)) == 2**self.axes:
                 sizes = [tuple(row) for row in rows.tolist()]
@@ -200,7 +217,7 @@ class Subject:
         try:
             batch = self.make_batch(n, asked)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, TorchBudgetError):
                 raise
             raise BatchError(
                 f"make_batch({n}, {asked}) raised {error!r}; if there are no samples this short, "
@@ -209,7 +226,9 @@ class Subject:
         leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
         arrays = (one for one in leaves if isinstance(one, (torch.Tensor, np.ndarray)))
         shapes = tuple(tuple(one.shape) for one in arrays)
-        before = self._seen.setdefault(shapes, shape) if shapes else shape
+        # Of samples of several sizes together, totals say nothing.
+        is_plain = bool(shapes) and self.domain.occurring((1, *size)) == (1, *size)
+        before = self._seen.setdefault(shapes, shape) if is_plain else shape
         # Rows of the same total are the same tensors, one after the other.
         if [before[0] * one for one in before[1:]] != [n * one for one in size]:
             raise BatchError(
@@ -221,7 +240,8 @@ class Subject:
     def most_samples(self, size: Size) -> int:
         """The most samples of a size in a real batch: so many that it takes 256 MiB."""
         if size not in self._most:
-            each = max(batch_bytes(self.batch((2, *size))) / 2, 1)
+            shape = self.domain.occurring((2, *size))
+            each = max(batch_bytes(self.batch(shape)) / shape[0], 1)
             self._most[size] = min(max(int(_BATCH_BYTES / each), 2), _MOST_SAMPLES)
         return self._most[size]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -37,7 +38,8 @@ class SizeCheck:
       sizes neither rise nor fall with any length, in the order of 1,024 samples. Sizes may be of
       any unit, such as bytes or pixels, and those that no length exceeds (random crops) are right.
 
-    A batch of another library is compared by its `attention_mask`, and not at all without one.
+    A batch of another library is compared by its `attention_mask`, and not at all without one. A
+    padded batch that was planned without padding raises a `CollateError`.
 
     Args:
         rules: rules that the batches were planned by.
@@ -84,6 +86,8 @@ class SizeCheck:
         if came and (own and hasattr(batch, "padded_total")) == self._packed:
             lengths = (batch.lengths if mask is None else (mask != 0).sum(1)).numpy()
             self._compare_padding(came, planned, lengths.reshape(number, -1))
+        elif self._packed:
+            check_elements(batch, None, self._rules.size_multiple)
         if self._sizes is not None:
             shapes = batch.sample_shapes() if mask is None else _shapes_by(mask, batch)
             shapes = [one for one in shapes if len(one) == number]
@@ -186,6 +190,43 @@ def _are_unrelated(sizes: IntArray, lengths: IntArray, fields: IntArray) -> bool
     ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
     relations = np.asarray(np.corrcoef(ranks))[: sizes.shape[1], sizes.shape[1] :]
     return bool((np.abs(relations) < _CHANCE / len(sizes) ** 0.5).all())
+
+
+def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
+    """Check that a batch has no more elements than any that was planned.
+
+    A batch of another library is looked at by its `attention_mask`, and not at all without one.
+
+    Args:
+        batch: batch as a collate made it.
+        most: padded elements that any batch was planned with at the most; `None`: unknown.
+        multiple: of the sizes of packed batches; `None`: batches were planned with padding.
+
+    Raises:
+        CollateError: it has more; or padding where none was planned.
+    """
+    own = hasattr(type(batch), "sample_shapes")
+    mask = None if own else _mask_of(batch)
+    if mask is None and not own:
+        return
+    number, came = _shape(batch) if mask is None else (len(mask), [mask.shape[1]])
+    joined = own and hasattr(batch, "padded_total")
+    elements = math.prod(came) * (1 if joined else number)
+    if multiple is not None and not joined:
+        lengths = batch.lengths if mask is None else (mask != 0).sum(1)
+        planned = (-(-lengths.reshape(number, -1) // multiple) * multiple).prod(1).sum()
+        if elements > planned:
+            raise CollateError(
+                f"batches were planned without padding, by a PackedCost, but one came with "
+                f"{number} samples padded to {' × '.join(map(str, came))}: {elements:,} elements "
+                f"for {planned:,}. Collate with PackCollate, or plan with a PaddedCost"
+            )
+    if most is not None and elements > most:
+        raise CollateError(
+            f"a batch has {elements:,} elements, and none was planned with more than {most:,}: the "
+            "budget does not count the rest. Take sizes, and measure the cost, of the samples as "
+            "the collate_fn gets them"
+        )
 
 
 def _shape(batch: Any) -> tuple[int, list[int]]:

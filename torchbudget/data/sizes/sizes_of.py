@@ -172,7 +172,7 @@ def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
     return np.concatenate(chunks)
 
 
-def _spread(length: int) -> list[int]:
+def spread(length: int) -> list[int]:
     few: list[int] = np.linspace(0, length - 1, min(_PROBES, length)).astype(np.int64).tolist()
     return few
 
@@ -201,13 +201,13 @@ def check_first_axis(
     if callable(key) or len(sizes) < 2:
         return
     fields = key if isinstance(key, tuple) else (key,)
-    few = _spread(len(sizes))
-    if all(len(_shape(_part(one, field))) < 2 for one in read(few[:1]) for field in fields):
+    few = spread(len(sizes))
+    if all(len(shape_of(_part(one, field))) < 2 for one in read(few[:1]) for field in fields):
         return  # without reading the other samples
     samples = read(few)
     for field, lengths in zip(fields, sizes.reshape(len(sizes), -1).T, strict=True):
         parts = [_part(sample, field) for sample in samples]
-        shapes = list(map(_shape, parts))
+        shapes = list(map(shape_of, parts))
         axis = _ragged_axis(shapes)
         is_same = (lengths == lengths[0]).all()
         if axis is None or not (is_same or (option == "key" and hasattr(parts[0], "shape"))):
@@ -242,10 +242,10 @@ def _ragged_axis(shapes: list[tuple[int, ...]]) -> int | None:
     return None
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def shape_of(value: Any) -> tuple[int, ...]:
     """The shape of an array; the length of a list, before the shape of its first value."""
     if isinstance(value, (list, tuple)):
-        return (len(value), *(_shape(value[0]) if value else ()))
+        return (len(value), *(shape_of(value[0]) if value else ()))
     shape = getattr(value, "shape", None)
     return shape if isinstance(shape, tuple) else ()
 
@@ -321,7 +321,7 @@ def _fingerprint_of(dataset: Any, measured: SizeDataset) -> dict[str, Any]:
     if _is_hugging_face(dataset) and not callable(key):
         content = dataset._fingerprint
     else:
-        content = measured[_spread(len(dataset))].tolist()
+        content = measured[spread(len(dataset))].tolist()
     return {
         "dataset": _name(type(dataset)),
         "length": len(dataset),

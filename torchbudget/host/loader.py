@@ -1,0 +1,320 @@
+"""`loader`: a data set, a training step and a budget make a `DataLoader` of batches that fit."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from torchbudget.budget import MemoryBudget, limit_device_memory
+from torchbudget.checks import size_multiple_of
+from torchbudget.cost.agree import agree
+from torchbudget.cost.measure import describe_step, measure_cost, still_holds
+from torchbudget.cost.measured import MeasuredCost, load_cost
+from torchbudget.cost.protocol import CostModel
+from torchbudget.data.collate.collates import PackCollate
+from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.data.size_check import check_elements
+from torchbudget.data.sizes.key import SizeKey
+from torchbudget.distributed import Ranks
+from torchbudget.errors import BudgetError, CostError, OptionError
+from torchbudget.host.options import LoaderOptions, loader_options
+from torchbudget.host.real_batches import RealBatches
+from torchbudget.machine.device import is_cpu
+from torchbudget.machine.host import host_memory
+from torchbudget.progress import say
+from torchbudget.protocols import MapStyle
+from torchbudget.random_state import RandomState
+from torchbudget.restoring import TrainingState
+from torchbudget.units import Amount, format_bytes
+
+_OPTIONS: Final = {*signature(MemoryBudgetBatchSampler).parameters} - {"sizes", "cost", "budget"}
+# Options of a loader that is given in place of the data set; the second ones need workers.
+_OF_LOADERS: Final = ("num_workers", "pin_memory", "worker_init_fn")
+_OF_WORKERS: Final = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
+
+
+def loader(
+    dataset: MapStyle | DataLoader[Any],
+    step: Callable[[Any], object] | CostModel,
+    budget: MemoryBudget | Amount,
+    *,
+    size: SizeKey = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    tokenizer: Any = None,
+    make_batch: Callable[[int, Any], Any] | None = None,
+    cost_cache: str | Path | None = None,
+    device: str | torch.device | None = None,
+    num_workers: int | None = None,
+    **options: Any,
+) -> DataLoader[Any]:
+    """Make a `DataLoader` whose batches fit a budget, measured on the step that they are for.
+
+    Sizes are read, the cost of the step is measured on batches of real samples, and a
+    `MemoryBudgetBatchSampler` plans by it: `loader.batch_sampler`. A summary is written to standard
+    error. Afterwards model, optimizer and generators are as they were, bit for bit.
+
+    Under `torch.distributed` every rank calls it. The largest cost of any rank counts, and the
+    budget is that of one process.
+
+    Args:
+        dataset: map-style, of N samples whose sizes follow from their indices alone; or a
+            `DataLoader`, whose data set, collate, workers and pinning are taken. Its batch size is
+            ignored.
+        step: the training step, a function of a batch; or a forward; or a cost model, which is used
+            as it is.
+        budget: bytes of the device, or a `MemoryBudget`. With its `host` bytes, workers and
+            prefetching are those of `loader_options`.
+        size: what is ragged, as the key of `sizes_of`: a field, several in a tuple, or a function.
+            Default: the field that is ragged, if one has all the lengths in which samples differ.
+        collate_fn: makes a batch of samples. Default: a `PadCollate`. A `PackCollate` has the cost
+            without padding.
+        tokenizer: of transformers; batches are padded as it pads, with an attention mask and labels
+            of -100. Nothing is guessed without it.
+        make_batch: as that of `measure_cost`. Default: real samples, collated.
+        cost_cache: a JSON file of the cost. It is used if it is of the same step, budget, sizes and
+            versions, and one real step at the largest shape stays within it; else it is written.
+        device: as that of `measure_cost`.
+        num_workers: of the `DataLoader`; with `host` bytes in the budget, at the most.
+        options: of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`.
+
+    Raises:
+        OptionError: an argument is none of its kind, or two do not go together.
+        SizesError: several fields are ragged, or a sample has another size when it is read again.
+        CostError: the step cannot be measured.
+        BudgetError: the ranks of this machine have more in their budgets than it has.
+        RankError: another rank failed.
+
+    >>> dataset = [{"ids": torch.arange(n)} for n in (5, 9, 2, 7)]
+    >>> loader = torchbudget.loader(dataset, PaddedCost(unit_bytes=1), 18, shuffle=False)
+    >>> [batch["ids"].shape for batch in loader]
+    [torch.Size([2, 9]), torch.Size([2, 5])]
+    """
+    _check_options(step, budget, options)
+    budget = MemoryBudget.of(budget)
+    workers: dict[str, Any] = {} if num_workers is None else {"num_workers": num_workers}
+    if isinstance(dataset, DataLoader):
+        given, dataset = dataset, dataset.dataset
+        workers = _taken_from(given, options) | workers
+        if collate_fn is None and tokenizer is None and given.collate_fn is not default_collate:
+            collate_fn = given.collate_fn
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
+        raise OptionError(
+            "loader needs a map-style data set, with __getitem__ and __len__, got "
+            f"{type(dataset).__name__}: for a stream use BudgetedIterableDataset(source, cost, "
+            "budget, size=…) with measure_cost"
+        )
+    ranks = Ranks()
+    with ExitStack() as stack:
+        stack.callback(RandomState.take().restore)  # samples may draw
+        with ranks.together():
+            batches = RealBatches.of(
+                dataset, size, collate_fn, tokenizer,
+                multiple=size_multiple_of(options.get("size_multiple", 1)),
+                num_workers=workers.get("num_workers", 0),
+            )  # fmt: skip
+        make_batch = make_batch or batches
+        cost: CostModel
+        if isinstance(step, CostModel):
+            cost = step
+        else:
+            device = TrainingState(step).device if device is None else torch.device(device)
+            _check_machine(budget, device, ranks)
+            cost = _measured(step, make_batch, batches, budget, device, cost_cache, ranks)
+        if isinstance(cost, MeasuredCost) and isinstance(batches.collate, PackCollate):
+            cost = replace(cost.packed(), total_multiple=batches.collate.total_multiple)
+        cost, budget = agree(cost, budget)
+        if device is not None and budget.device is not None:
+            limit_device_memory(budget, device)
+        sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
+        most = batches.most_elements(sampler.plan.rules)
+        multiple = None if sampler.plan.rules.packing is None else batches.multiple
+        collate = CheckedCollate(batches.collate, most, multiple)
+        chosen: Mapping[str, Any] = {}
+        if budget.host is not None and workers.get("num_workers") != 0:
+            start = {
+                name: workers.get(name) for name in ("worker_init_fn", "multiprocessing_context")
+            }
+            chosen = loader_options(
+                sampler, budget, dataset=dataset, collate_fn=collate,
+                max_workers=workers.get("num_workers"), **start,
+            )  # fmt: skip
+    workers = {"pin_memory": torch.device(device or "cpu").type == "cuda"} | workers | {**chosen}
+    if not workers.get("num_workers"):
+        workers = {name: one for name, one in workers.items() if name not in _OF_WORKERS}
+    if not ranks.rank:
+        say(_summary(batches, cost, sampler, chosen))
+    samples: Any = dataset
+    return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
+
+
+@dataclass(slots=True)
+class CheckedCollate:
+    """A collate that compares the first batch in its process with the plan: see `check_elements`.
+
+    Attributes:
+        collate_fn: makes the batches.
+        most: padded elements that any was planned with at the most; `None`: unknown.
+        multiple: of the sizes of packed batches; `None`: they are padded.
+    """
+
+    collate_fn: Callable[[list[Any]], Any]
+    most: int | None
+    multiple: int | None
+    _is_checked: bool = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Make a batch."""
+        batch = self.collate_fn(samples)
+        if not self._is_checked:
+            check_elements(batch, self.most, self.multiple)
+            self._is_checked = True
+        return batch
+
+
+def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
+    if "batch_size" in options:
+        raise OptionError(
+            "batches have as many samples as fit: leave batch_size out; max_batch_size= caps it, "
+            "and samples_per_step= sets the samples of an optimizer step"
+        )
+    for name in options.keys() - _OPTIONS:
+        raise OptionError(
+            f"loader has no option {name!r}; beside its own it takes those of "
+            f"MemoryBudgetBatchSampler: {', '.join(sorted(_OPTIONS))}"
+        )
+    if isinstance(step, type) or not callable(step) and not isinstance(step, CostModel):
+        hint = "; step and budget are swapped" if callable(budget) else ""
+        raise OptionError(
+            "expected loader(dataset, step, budget), with a function of a batch that makes a "
+            f"training step, or a cost model, got step={step!r}{hint}"
+        )
+
+
+def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of workers that a loader has; the order that its sampler means is added."""
+    name = type(given.batch_sampler).__name__
+    if given.batch_sampler is None or type(given.batch_sampler) is not BatchSampler:
+        raise OptionError(
+            f"a loader in place of the data set has samples and a batch_size, which is ignored, got "
+            f"batch_sampler={name}: pass its data set, and collate_fn="
+        )
+    sampler = given.sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(
+        sampler, "replacement", False
+    ):
+        raise OptionError(
+            f"the order of a {type(sampler).__name__} is unknown to loader: pass the data set, with "
+            "weights= and batches_per_epoch= for draws with replacement, a Subset for a part of "
+            "it, and nothing for ranks, which are asked of torch.distributed"
+        )
+    options.setdefault("shuffle", isinstance(sampler, RandomSampler))
+    options.setdefault("drop_last", given.drop_last)
+    say([f"batch_size={given.batch_size} of the loader is ignored: the budget sets it"])
+    return {one: getattr(given, one) for one in (*_OF_LOADERS, *_OF_WORKERS)}
+
+
+def _check_machine(budget: MemoryBudget, device: torch.device, ranks: Ranks) -> None:
+    """Raise a `BudgetError` where ranks on the CPUs of one machine have more than it has."""
+    here = ranks.gather_objects(platform.node()).count(platform.node())
+    if here < 2 or not is_cpu(device) or budget.device is None:
+        return
+    pool = min(host_memory(), key=lambda one: one.limit_bytes)
+    if here * budget.device > pool.limit_bytes:
+        raise BudgetError(
+            f"the budget is that of one process: {here} ranks of {format_bytes(budget.device)} are "
+            f"more than {pool.name} has, {format_bytes(pool.limit_bytes)}; state at most "
+            f"{format_bytes(pool.limit_bytes // here)}"
+        )
+
+
+def _measured(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int, Any], Any],
+    batches: RealBatches,
+    budget: MemoryBudget,
+    device: torch.device,
+    cache: str | Path | None,
+    ranks: Ranks,
+) -> MeasuredCost:
+    """The cost of the step, from the cache or measured; the largest of any rank."""
+    rows = np.unique(batches.rounded(), axis=0)
+    asked = rows if rows.shape[1] > 1 else rows[:, 0]
+    path = None if cache is None else Path(cache)
+    from torchbudget import __version__
+
+    described = {
+        **describe_step(step),
+        "torchbudget": __version__,
+        "budget": f"{budget.device} bytes",
+        "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),
+    }
+    if path is not None:
+        found = ranks.each(partial(_read, path, described))
+        cost = found[ranks.rank]
+        if cost is not None and None not in found:
+            size = rows[cost.batch_bytes(1, asked).argmax()].tolist()
+            holds = ranks.each(partial(still_holds, cost, step, make_batch, size, budget.device))
+            if all(holds):
+                return cost
+    with ranks.together():
+        cost = measure_cost(
+            step, make_batch, sizes=batches.sizes, budget=budget, device=device,
+            size_multiple=batches.multiple,
+        )  # fmt: skip
+    costs = ranks.gather_objects(replace(cost, measured_on=described))
+    cost = max(costs, key=lambda one: int(one.batch_bytes(1, asked).sum()))
+    if path is not None and not ranks.rank:
+        cost.save(path)
+    return cost
+
+
+def _read(path: Path, described: Mapping[str, str]) -> MeasuredCost | None:
+    """The cost in a file, if it was measured on what is described."""
+    try:
+        cost = load_cost(path)
+    except (OSError, CostError):
+        return None
+    return cost if dict(cost.measured_on) == dict(described) else None
+
+
+def _summary(
+    batches: RealBatches,
+    cost: CostModel,
+    sampler: MemoryBudgetBatchSampler,
+    host: Mapping[str, Any],
+) -> list[str]:
+    """Lines about sizes, cost, plan and host."""
+    sizes, rules, report = batches.sizes, sampler.plan.rules, sampler.report()
+    rows = sizes.reshape(len(sizes), -1)
+    longest, median = sizes[rows.prod(axis=1).argmax()], np.median(sizes, axis=0).astype(np.int64)
+    at_once = [f"{int(rules.alike(one)):,} at once" for one in (longest, median)]
+    lines = [
+        f"sizes  {len(sizes):,} samples of {rows.min(axis=0).tolist()} to "
+        f"{rows.max(axis=0).tolist()}, by {batches.key!r}",
+        f"cost   {cost}",
+        f"fits   longest sample ({longest.tolist()}): {at_once[0]}; median ({median.tolist()}): "
+        f"{at_once[1]}",
+        f"plan   {report.batches:,} batches an epoch, {report.fill:.1%} full, {report.padding:.1%} "
+        "padding",
+    ]
+    if isinstance(host, LoaderOptions):
+        lines.append(f"host   {host.explain().splitlines()[0]}; limited by {host.limited_by}")
+    return lines

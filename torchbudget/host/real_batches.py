@@ -1,0 +1,256 @@
+"""Batches of real samples, of any shape that is asked for; and the field that makes them ragged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from torchbudget.cost.expressions import UntraceableError
+from torchbudget.cost.protocol import Sizes
+from torchbudget.data.collate.collates import PackCollate, PadCollate
+from torchbudget.data.collate.columns import FieldPath, key_of, show, take_apart
+from torchbudget.data.sizes.key import SizeKey, sizes_one_by_one
+from torchbudget.data.sizes.sizes_of import SizeDataset, shape_of, sizes_of, spread
+from torchbudget.errors import CollateError, OptionError, SizesError
+from torchbudget.plan.rules import BatchRules
+from torchbudget.protocols import MapStyle
+
+_DISTINCT: Final = 16  # samples of which a batch of one size is made, however large it is
+_POINTS: Final = 4096  # padded sizes of several axes for which the most elements are computed
+
+
+@dataclass(frozen=True, slots=True)
+class AxesKey:
+    """The lengths of a field along some of its axes, as a key of sizes; 1 for no axis."""
+
+    path: FieldPath
+    axes: tuple[int, ...]
+
+    def __call__(self, sample: Any) -> int | tuple[int, ...]:
+        """Return the size of a sample."""
+        for name in self.path:
+            sample = sample[name]
+        shape = _shape(sample)
+        lengths = tuple(shape[axis] for axis in self.axes)
+        return lengths if len(lengths) > 1 else lengths[0] if lengths else 1
+
+    def __repr__(self) -> str:
+        axes = f", axes {', '.join(map(str, self.axes))}" if self.axes not in ((0,), ()) else ""
+        return show(self.path) + axes
+
+
+class _Field(NamedTuple):
+    """A field of some samples.
+
+    Attributes:
+        path: of the field.
+        axes: its number of axes.
+        ragged: the axis along which samples have each different lengths, of shape `(n,)`.
+        is_text: it is no tensor in a batch.
+    """
+
+    path: FieldPath
+    axes: int
+    ragged: dict[tuple[int, ...], int]
+    is_text: bool
+
+    @property
+    def key(self) -> AxesKey:
+        return AxesKey(self.path, tuple(self.ragged.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealBatches:
+    """Makes batches of unchanged samples: on each axis one of the wanted size, the rest no larger.
+
+    Attributes:
+        dataset: N samples.
+        key: of their sizes.
+        sizes: shape `(N,)` or `(N, d)`.
+        collate: makes a batch of samples.
+        multiple: padded sizes are multiples of it.
+    """
+
+    dataset: MapStyle
+    key: SizeKey
+    sizes: Sizes
+    collate: Callable[[list[Any]], Any]
+    multiple: int
+    _read: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        dataset: MapStyle,
+        key: SizeKey,
+        collate: Callable[[list[Any]], Any] | None,
+        tokenizer: Any,
+        *,
+        multiple: int,
+        num_workers: int,
+    ) -> RealBatches:
+        """Find the key that is not given, read all sizes, and make the collate that is not given.
+
+        Raises:
+            SizesError: not exactly one field is ragged; or a sample has no size.
+            OptionError: both a collate and a tokenizer are given.
+        """
+        if collate is not None and tokenizer is not None:
+            raise OptionError(
+                "tokenizer= makes the collate: leave collate_fn out; or leave tokenizer out, and "
+                "pass collate_fn=PadCollate.for_tokenizer(tokenizer, …)"
+            )
+        if tokenizer is not None and key is None:
+            key = getattr(tokenizer, "model_input_names", ("input_ids",))[0]
+        if key is None or collate is None:
+            fields = _fields(dataset)
+            key = _found(fields) if key is None else key
+            collate = _padding(key, fields, tokenizer, multiple) if collate is None else collate
+        if isinstance(key, AxesKey) and key.axes == (0,) and len(key.path) < 2:
+            key = key.path[0] if key.path else None  # lengths of columns are read fast
+        sizes = sizes_of(dataset, key, num_workers=num_workers)
+        return cls(dataset=dataset, key=key, sizes=sizes, collate=collate, multiple=multiple)
+
+    def __call__(self, n: int, size: Any) -> Any:
+        """Make a batch of n samples padded to a size, as `measure_cost` asks `make_batch`.
+
+        Raises:
+            UntraceableError: no samples make that shape.
+            SizesError: one has another size than before.
+        """
+        rounded, wanted = self.rounded(), np.atleast_1d(size)
+        chosen = np.flatnonzero((rounded == wanted).all(axis=1))[: min(n, _DISTINCT)].tolist()
+        below = np.flatnonzero((rounded <= wanted).all(axis=1))
+        if not chosen and len(below):  # on each axis the one that is longest there
+            chosen = [*{*below[rounded[below].argmax(axis=0)].tolist()}]
+        if not 0 < len(chosen) <= n or (rounded[chosen].max(axis=0) != wanted).any():
+            raise UntraceableError(f"no {n} samples make a batch padded to {wanted.tolist()}")
+        collate = self.collate
+        if isinstance(collate, PackCollate):  # a cost rounds totals by itself
+            collate = replace(collate, total_multiple=1)
+        # Copies: a collate may take fields out of its samples.
+        return collate([copy.copy(self._sample(index)) for index in islice(cycle(chosen), n)])
+
+    def rounded(self) -> Sizes:
+        """The padded size of each sample alone, at least 1: shape `(N, d)`."""
+        rows = self.sizes.reshape(len(self.sizes), -1)
+        return np.maximum(-(-rows // self.multiple), 1) * self.multiple
+
+    def _sample(self, index: int) -> Any:
+        if index not in self._read:
+            [(_, sample)] = SizeDataset(self.dataset, self.key).samples([index])
+            now, before = sizes_one_by_one([(index, sample)], self.key)[0], self.sizes[index]
+            if np.any(now != before):
+                raise SizesError(
+                    f"sample {index} had the size {before.tolist()} when sizes were taken, and has "
+                    f"{now.tolist()} now: a size must follow from the index alone. Crop and augment "
+                    "to other sizes in the step, or pass size=, a function that returns the "
+                    "largest size that a sample may have"
+                )
+            self._read[index] = sample
+        return self._read[index]
+
+    def most_elements(self, rules: BatchRules) -> int | None:
+        """The most padded elements that any micro-batch may be planned with; `None`: unknown.
+
+        Sizes by a user's function may be of any unit, and packed sizes of several axes have no
+        product.
+        """
+        packed, rows = rules.packing is not None, self.rounded().astype(np.int64)
+        axes = rows.shape[1]
+        if (callable(self.key) and not isinstance(self.key, AxesKey)) or (packed and axes > 1):
+            return None
+        lower, upper = [], []  # ends of ranges of sizes that occur
+        for lengths in map(np.unique, rows.T):
+            most = len(lengths) if axes == 1 else round(_POINTS ** (1 / axes))
+            ends = np.unique(np.linspace(0, len(lengths) - 1, most).astype(np.int64))
+            lower.append(lengths[np.append(0, ends[:-1] + 1)])
+            upper.append(lengths[ends])
+        low = np.stack(np.meshgrid(*lower), axis=-1).reshape(-1, axes)
+        area = np.stack(np.meshgrid(*upper), axis=-1).reshape(-1, axes).prod(axis=1)
+        n = rules.capacity(low if axes > 1 else low[:, 0], rules.budget_bytes)
+        return int(((np.minimum(n, len(rows)) + packed) * area).max())
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return (len(value),) if isinstance(value, (str, bytes)) else shape_of(value)
+
+
+def _fields(dataset: MapStyle) -> list[_Field]:
+    """The fields of a few samples.
+
+    Raises:
+        SizesError: the samples are of a class that is not looked into.
+    """
+    few = [sample for _, sample in SizeDataset(dataset, None).samples(spread(len(dataset)))]
+    try:
+        _, found = take_apart(few, {})
+    except CollateError as error:
+        raise SizesError(
+            "the size of these samples cannot be found: pass size=, a function that returns the "
+            f"size of a sample, and a collate_fn that makes a batch of them ({error})"
+        ) from error
+    fields = []
+    for one in found:
+        columns = [*zip(*map(_shape, one.values), strict=False)]
+        differing = [k for k, lengths in enumerate(columns) if len({*lengths}) > 1]
+        ragged = {columns[k]: k for k in reversed(differing)}
+        ragged = dict(sorted(ragged.items(), key=lambda item: item[1]))
+        fields.append(_Field(one.path, len(columns), ragged, one.kind == "text"))
+    return fields
+
+
+def _found(fields: Sequence[_Field]) -> AxesKey:
+    """The key of the one field that has all the lengths in which samples differ.
+
+    Raises:
+        SizesError: there are several.
+    """
+    ragged = [one for one in fields if one.ragged]
+    ragged = [one for one in ragged if not one.is_text] or ragged
+    if not ragged:  # all samples are of one size
+        with_axes = [one for one in fields if one.axes]
+        return AxesKey(with_axes[0].path, (0,)) if with_axes else AxesKey(fields[0].path, ())
+    every = {lengths for one in ragged for lengths in one.ragged}
+    for one in ragged:
+        if {*one.ragged} == every:
+            return one.key
+    candidates = "; ".join(
+        f"{one.key!r}: {' by '.join(f'{min(each)} to {max(each)}' for each in one.ragged)}"
+        for one in ragged
+    )
+    names = [key_of(one.path) for one in ragged if len(one.path) == 1] or [0, 1]
+    raise SizesError(
+        f"several fields are ragged, each in its own way ({candidates}): pass the one that the "
+        f"cost follows from, as in size={names[0]!r}; several, as in size={(*names[:2],)!r}; or "
+        "a function that returns the size of a sample"
+    )
+
+
+def _padding(
+    key: SizeKey, fields: Sequence[_Field], tokenizer: Any, multiple: int
+) -> Callable[[list[Any]], Any]:
+    """A collate that pads each field; those that are ragged like the size give the lengths."""
+    named = key[0] if isinstance(key, tuple) else key
+    path = key.path if isinstance(key, AxesKey) else (named,)
+    main = next((one for one in fields if one.path == path), None)
+    main = main or next((one for one in fields if one.ragged and not one.is_text), fields[0])
+    alike = [one for one in fields if one.ragged and {*one.ragged} <= {*main.ragged}] or [main]
+    options: dict[str, Any] = {
+        "fields": {key_of(one.path): "padded" for one in fields
+                   if one.axes and one.path and not one.is_text and one not in alike},
+        "size_multiple": multiple,
+    }  # fmt: skip
+    axes = {one.path: tuple(one.ragged.values()) for one in alike if one.ragged}
+    if any(one != (0,) for one in axes.values()):
+        options["length_axes"] = {key_of(path): one for path, one in axes.items() if path} or axes[
+            ()
+        ]
+    if tokenizer is not None:
+        return PadCollate.for_tokenizer(tokenizer, **options)
+    return PadCollate(**options)
