@@ -50,7 +50,7 @@ class _Rebuilder(NamedTuple):
         return self.memo[id(value)]
 
     def _made(self, value: Any, depth: int) -> Any:
-        if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) or _is_texts(value):
             return self.replace(value)
         if isinstance(value, _WHOLE) or depth > _DEPTH:
             return value
@@ -68,6 +68,11 @@ class _Rebuilder(NamedTuple):
             if not name.startswith("__") and hasattr(value, name):
                 object.__setattr__(new, name, self.of(getattr(value, name), depth))
         return new
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether it is a list of texts, whose number follows from n and takes no memory of tensors."""
+    return isinstance(value, list) and {*map(type, value)} in ({str}, {bytes})
 
 
 def leaves_of(batch: Any) -> list[Any]:

@@ -461,8 +461,8 @@ class _Runs:
         domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
         # A column that no samples make is that of the next larger size.
         made = {size: domain.occurring((1, *size))[1:] for size in product(*nodes)}
-        reached = [size for size in made if any(p.size == made[size] for p in fitted)]
-        sizes = [tuple(sorted({one[k] for one in reached})) for k in range(domain.axes)]
+        run = [size for size in made if any(p.size == made[size] for p in fitted)]
+        sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
         columns = []
         for size in product(*sizes):

@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
 )
 
+import torchbudget
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import size_multiple_of
 from torchbudget.cost.agree import agree
@@ -110,23 +110,18 @@ def loader(
     _check_options(step, budget, options)
     budget = MemoryBudget.of(budget)
     workers: dict[str, Any] = {} if num_workers is None else {"num_workers": num_workers}
+    samples: Any = dataset
     if isinstance(dataset, DataLoader):
-        given, dataset = dataset, dataset.dataset
-        workers = _taken_from(given, options) | workers
-        if collate_fn is None and tokenizer is None and given.collate_fn is not default_collate:
-            collate_fn = given.collate_fn
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
-        raise OptionError(
-            "loader needs a map-style data set, with __getitem__ and __len__, got "
-            f"{type(dataset).__name__}: for a stream use BudgetedIterableDataset(source, cost, "
-            "budget, size=…) with measure_cost"
-        )
+        samples = dataset.dataset
+        workers = _taken_from(dataset, options) | workers
+        if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
+            collate_fn = dataset.collate_fn
     ranks = Ranks()
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # samples may draw
         with ranks.together():
             batches = RealBatches.of(
-                dataset, size, collate_fn, tokenizer,
+                samples, size, collate_fn, tokenizer,
                 multiple=size_multiple_of(options.get("size_multiple", 1)),
                 num_workers=workers.get("num_workers", 0),
             )  # fmt: skip
@@ -149,19 +144,17 @@ def loader(
         collate = CheckedCollate(batches.collate, most, multiple)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
-            start = {
-                name: workers.get(name) for name in ("worker_init_fn", "multiprocessing_context")
-            }
             chosen = loader_options(
-                sampler, budget, dataset=dataset, collate_fn=collate,
-                max_workers=workers.get("num_workers"), **start,
+                sampler, budget, dataset=samples, collate_fn=collate,
+                worker_init_fn=workers.get("worker_init_fn"),
+                multiprocessing_context=workers.get("multiprocessing_context"),
+                max_workers=workers.get("num_workers"),
             )  # fmt: skip
     workers = {"pin_memory": torch.device(device or "cpu").type == "cuda"} | workers | {**chosen}
     if not workers.get("num_workers"):
         workers = {name: one for name, one in workers.items() if name not in _OF_WORKERS}
     if not ranks.rank:
         say(_summary(batches, cost, sampler, chosen))
-    samples: Any = dataset
     return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
 
 
@@ -200,7 +193,7 @@ def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
             f"loader has no option {name!r}; beside its own it takes those of "
             f"MemoryBudgetBatchSampler: {', '.join(sorted(_OPTIONS))}"
         )
-    if isinstance(step, type) or not callable(step) and not isinstance(step, CostModel):
+    if isinstance(step, type) or not (callable(step) or isinstance(step, CostModel)):
         hint = "; step and budget are swapped" if callable(budget) else ""
         raise OptionError(
             "expected loader(dataset, step, budget), with a function of a batch that makes a "
@@ -211,9 +204,9 @@ def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
 def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options of workers that a loader has; the order that its sampler means is added."""
     name = type(given.batch_sampler).__name__
-    if given.batch_sampler is None or type(given.batch_sampler) is not BatchSampler:
+    if type(given.batch_sampler) is not BatchSampler:
         raise OptionError(
-            f"a loader in place of the data set has samples and a batch_size, which is ignored, got "
+            f"a loader in place of the data set has a batch_size, which is ignored, got "
             f"batch_sampler={name}: pass its data set, and collate_fn="
         )
     sampler = given.sampler
@@ -221,7 +214,7 @@ def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, An
         sampler, "replacement", False
     ):
         raise OptionError(
-            f"the order of a {type(sampler).__name__} is unknown to loader: pass the data set, with "
+            f"loader cannot keep the order of a {type(sampler).__name__}: pass the data set, with "
             "weights= and batches_per_epoch= for draws with replacement, a Subset for a part of "
             "it, and nothing for ranks, which are asked of torch.distributed"
         )
@@ -258,12 +251,11 @@ def _measured(
     rows = np.unique(batches.rounded(), axis=0)
     asked = rows if rows.shape[1] > 1 else rows[:, 0]
     path = None if cache is None else Path(cache)
-    from torchbudget import __version__
-
+    room = budget.device or 0
     described = {
         **describe_step(step),
-        "torchbudget": __version__,
-        "budget": f"{budget.device} bytes",
+        "torchbudget": torchbudget.__version__,
+        "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),
     }
     if path is not None:
@@ -271,7 +263,7 @@ def _measured(
         cost = found[ranks.rank]
         if cost is not None and None not in found:
             size = rows[cost.batch_bytes(1, asked).argmax()].tolist()
-            holds = ranks.each(partial(still_holds, cost, step, make_batch, size, budget.device))
+            holds = ranks.each(partial(still_holds, cost, step, make_batch, size, room))
             if all(holds):
                 return cost
     with ranks.together():
@@ -279,8 +271,8 @@ def _measured(
             step, make_batch, sizes=batches.sizes, budget=budget, device=device,
             size_multiple=batches.multiple,
         )  # fmt: skip
-    costs = ranks.gather_objects(replace(cost, measured_on=described))
-    cost = max(costs, key=lambda one: int(one.batch_bytes(1, asked).sum()))
+    costs: list[MeasuredCost] = ranks.gather_objects(replace(cost, measured_on=described))
+    cost = max(costs, key=lambda one: int(one.batch_bytes(1, asked).max()))
     if path is not None and not ranks.rank:
         cost.save(path)
     return cost
@@ -305,15 +297,14 @@ def _summary(
     sizes, rules, report = batches.sizes, sampler.plan.rules, sampler.report()
     rows = sizes.reshape(len(sizes), -1)
     longest, median = sizes[rows.prod(axis=1).argmax()], np.median(sizes, axis=0).astype(np.int64)
-    at_once = [f"{int(rules.alike(one)):,} at once" for one in (longest, median)]
+    ends = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
+    at_once = [f"({one.tolist()}): {int(rules.alike(one)):,} at once" for one in (longest, median)]
+    batches_text = f"{report.batches:,} batches an epoch"
     lines = [
-        f"sizes  {len(sizes):,} samples of {rows.min(axis=0).tolist()} to "
-        f"{rows.max(axis=0).tolist()}, by {batches.key!r}",
+        f"sizes  {len(sizes):,} samples of {ends[0]} to {ends[1]}, by {batches.key!r}",
         f"cost   {cost}",
-        f"fits   longest sample ({longest.tolist()}): {at_once[0]}; median ({median.tolist()}): "
-        f"{at_once[1]}",
-        f"plan   {report.batches:,} batches an epoch, {report.fill:.1%} full, {report.padding:.1%} "
-        "padding",
+        f"fits   longest sample {at_once[0]}; median {at_once[1]}",
+        f"plan   {batches_text}, {report.fill:.1%} full, {report.padding:.1%} padding",
     ]
     if isinstance(host, LoaderOptions):
         lines.append(f"host   {host.explain().splitlines()[0]}; limited by {host.limited_by}")

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import Sizes
@@ -21,7 +22,6 @@ from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import MapStyle
 
 _DISTINCT: Final = 16  # samples of which a batch of one size is made, however large it is
-_POINTS: Final = 4096  # padded sizes of several axes for which the most elements are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,14 @@ class RealBatches:
 
         Raises:
             SizesError: not exactly one field is ragged; or a sample has no size.
-            OptionError: both a collate and a tokenizer are given.
+            OptionError: it is a stream; or both a collate and a tokenizer are given.
         """
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
+            raise OptionError(
+                "loader needs a map-style data set, with __getitem__ and __len__, got "
+                f"{type(dataset).__name__}: for a stream use BudgetedIterableDataset(source, cost, "
+                "budget, size=…), with a cost of measure_cost"
+            )
         if collate is not None and tokenizer is not None:
             raise OptionError(
                 "tokenizer= makes the collate: leave collate_fn out; or leave tokenizer out, and "
@@ -148,9 +154,9 @@ class RealBatches:
             if np.any(now != before):
                 raise SizesError(
                     f"sample {index} had the size {before.tolist()} when sizes were taken, and has "
-                    f"{now.tolist()} now: a size must follow from the index alone. Crop and augment "
-                    "to other sizes in the step, or pass size=, a function that returns the "
-                    "largest size that a sample may have"
+                    f"{now.tolist()} now: a size must follow from the index alone. Crop and "
+                    "augment to other sizes in the step, or pass size=, a function that returns "
+                    "the largest size that a sample may have"
                 )
             self._read[index] = sample
         return self._read[index]
@@ -158,23 +164,15 @@ class RealBatches:
     def most_elements(self, rules: BatchRules) -> int | None:
         """The most padded elements that any micro-batch may be planned with; `None`: unknown.
 
-        Sizes by a user's function may be of any unit, and packed sizes of several axes have no
-        product.
+        It is known of sizes of one axis that are lengths, not of another unit by a user's function.
         """
-        packed, rows = rules.packing is not None, self.rounded().astype(np.int64)
-        axes = rows.shape[1]
-        if (callable(self.key) and not isinstance(self.key, AxesKey)) or (packed and axes > 1):
+        known = not callable(self.key) or isinstance(self.key, AxesKey)
+        if not known or self.sizes.ndim > 1:
             return None
-        lower, upper = [], []  # ends of ranges of sizes that occur
-        for lengths in map(np.unique, rows.T):
-            most = len(lengths) if axes == 1 else round(_POINTS ** (1 / axes))
-            ends = np.unique(np.linspace(0, len(lengths) - 1, most).astype(np.int64))
-            lower.append(lengths[np.append(0, ends[:-1] + 1)])
-            upper.append(lengths[ends])
-        low = np.stack(np.meshgrid(*lower), axis=-1).reshape(-1, axes)
-        area = np.stack(np.meshgrid(*upper), axis=-1).reshape(-1, axes).prod(axis=1)
-        n = rules.capacity(low if axes > 1 else low[:, 0], rules.budget_bytes)
-        return int(((np.minimum(n, len(rows)) + packed) * area).max())
+        lengths = np.unique(self.rounded()[:, 0]).astype(np.int64)
+        n = np.minimum(rules.capacity(lengths, rules.budget_bytes), len(self.sizes))
+        # Packed samples of several sizes may fill the room that one more of a size does not have.
+        return int(((n + (rules.packing is not None)) * lengths).max())
 
 
 def _shape(value: Any) -> tuple[int, ...]:

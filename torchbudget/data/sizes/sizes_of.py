@@ -173,6 +173,7 @@ def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
 
 
 def spread(length: int) -> list[int]:
+    """Up to 64 evenly spread indices of so many samples."""
     few: list[int] = np.linspace(0, length - 1, min(_PROBES, length)).astype(np.int64).tolist()
     return few
 
