@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -123,15 +124,21 @@ class Recipe:
     """
 
     def __init__(self, make: Callable[[Shape], Any], shapes: Sequence[Shape]) -> None:
-        self._batch = make(shapes[0])
-        every = [leaves_of(self._batch), *(leaves_of(make(shape)) for shape in shapes[1:])]
-        kinds = [list(map(type, leaves)) for leaves in every]
-        if any(one != kinds[0] for one in kinds):
-            raise UntraceableError("the batch's structure differs with its shape, as a list of n")
+        batches = [make(shape) for shape in shapes]
+        kinds = [tuple(map(type, leaves_of(batch))) for batch in batches]
+        # Fields that happen to be equally long may share what a batch knows of them.
+        [(kind, number)] = Counter(kinds).most_common(1)
+        shapes = [shape for shape, one in zip(shapes, kinds, strict=True) if one == kind]
+        every = [leaves_of(one) for one, its in zip(batches, kinds, strict=True) if its == kind]
+        self._batch = batches[kinds.index(kind)]
         self._powers = list(product((0, 1), repeat=len(shapes[0])))
         terms = np.array([_products(shape, self._powers) for shape in shapes], float)
         if np.linalg.matrix_rank(terms) < len(self._powers):
-            raise UntraceableError("too few different sizes to tell how a batch follows from them")
+            raise UntraceableError(
+                "too few different sizes to tell how a batch follows from them"
+                if number == len(kinds)
+                else "the batch's structure differs with its shape, as a list of n"
+            )
         self._sizes: list[list[_Size]] = []  # of each leaf
         for leaves in zip(*every, strict=True):
             columns = np.array([_numbers(leaf, leaves[0]) for leaf in leaves], float).T

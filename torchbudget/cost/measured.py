@@ -383,9 +383,10 @@ class MeasuredCost:
         return f"<MeasuredCost: {self}>"
 
     def __str__(self) -> str:
-        """Return its basis, its largest error and its margin, in a line; `report` has all."""
-        worst = max(map(abs, self.errors()), default=0.0)
-        return f"{self._rests_on()}; off by {worst:.1%} at the most, margin {self.margin:.1%}"
+        """Return its basis, the largest error of its runs and its margin; `report` has all."""
+        pairs = zip(self.probes, self.errors(), strict=True)
+        worst = max((abs(error) for probe, error in pairs if probe.how == "run"), default=0.0)
+        return f"{self._rests_on()}; runs off by {worst:.1%} at most, margin {self.margin:.1%}"
 
     def report(self) -> str:
         """Report the probes with their errors, and the samples that a budget holds."""

@@ -149,12 +149,10 @@ class Domain:
     def recipe_shapes(self) -> list[Shape]:
         """Small shapes that show how a batch's dimensions follow from its shape."""
         if self.known is not None:
-            # Of many sizes, some from short to long; short ones take little memory. A collate may
-            # keep two fields of equal lengths as one.
-            known = self.known[(np.diff(np.sort(self.known, axis=1), axis=1) > 0).all(axis=1)]
-            order = np.argsort(known.prod(axis=1), kind="stable")
+            # Of many sizes, some from short to long; short ones take little memory.
+            order = np.argsort(self.known.prod(axis=1), kind="stable")
             count = min(len(order), 3 * 2**self.axes)
-            rows = known[order[np.linspace(0, len(order) - 1, count).astype(int)]]
+            rows = self.known[order[np.linspace(0, len(order) - 1, count).astype(int)]]
             terms = [[math.prod(x) for x in _subsets(row)] for row in rows.tolist()]
             if np.linalg.matrix_rank(np.array(terms, float)) == 2**self.axes:
                 sizes = [tuple(row) for row in rows.tolist()]

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,12 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PaddedCost,
     agree,
+    loader,
     loader_options,
 )
 from torchbudget.distributed import gathered, host_group
 from torchbudget.errors import StateMismatchError, TorchBudgetError
+from torchbudget.host import loader as loaders
 
 # ---------------------------------------------------------------------- ranks that differ
 
@@ -366,3 +369,26 @@ def story(
         finally:  # also where it is over before its time
             die()
     read()
+
+
+# ---------------------------------------------------------------------- in one line
+
+
+def with_loader() -> Any:
+    """The cost of a joined step, the samples of this rank, and the refusal of a huge budget."""
+    join()
+    warnings.simplefilter("ignore")
+    data = [torch.ones(n % 7 + 2, 4) for n in range(64)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> None:
+        model(batch.data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loaders.measure_cost = partial(loaders.measure_cost, method="trace")
+    made = loader(data, step, "2GiB", max_batch_size=5)
+    sampler: Any = made.batch_sampler
+    refused = error_of(lambda: loader(data, step, 2**50))
+    return repr(sampler.cost), [index for batch in sampler for index in batch], refused

@@ -1,0 +1,255 @@
+"""`loader`: any kind of data set, measured on its own samples, and batches that keep the budget."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+import torchbudget as tb
+from tests.support.commands import ROOT, printed_by
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
+from torchbudget import loader
+from torchbudget.errors import CollateError, OptionError, SizesError
+from torchbudget.host import loader as loaders
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 0.7, 60), 2, 60).astype(int).tolist()
+PAIRS = [*zip(LENGTHS, LENGTHS[::-1], strict=True)]
+TOKENIZER = SimpleNamespace(pad_token_id=7, padding_side="right")
+TOKENS = tb.PaddedCost(unit_bytes=1)
+
+
+def ids(n: int) -> Tensor:
+    return torch.full((n,), 3)
+
+
+def dicts(**fields: Callable[[int], Any]) -> list[dict[str, Any]]:
+    return [{"ids": ids(n), **{k: make(n) for k, make in fields.items()}} for n in LENGTHS]
+
+
+class Graph:
+    def __init__(self, nodes: int, edges: int) -> None:
+        self.x, self.edges = torch.ones(nodes, 2), torch.zeros(edges, 2)
+
+
+def joined(graphs: list[Graph]) -> dict[str, Tensor]:
+    return {k: torch.cat([getattr(one, k) for one in graphs]) for k in ("x", "edges")}
+
+
+def columns() -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict(
+        {"text": ["ab" * n for n in LENGTHS], "input_ids": [[3] * n for n in LENGTHS]}
+    )
+
+
+def padded(samples: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+# A data set, the options that it needs, and the sizes that are found.
+KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], Any]]] = {
+    "dicts": lambda: (dicts(labels=ids, fixed=lambda _: [1, 2], label=bool), {}, LENGTHS),
+    "tuples": lambda: ([(torch.ones(n, 2), n % 3) for n in LENGTHS], {}, LENGTHS),
+    "tensors": lambda: ([torch.ones(n) for n in LENGTHS], {}, LENGTHS),
+    "arrays": lambda: ([np.ones((n, 3), np.float32) for n in LENGTHS], {}, LENGTHS),
+    "texts": lambda: (["x" * n for n in LENGTHS], {}, LENGTHS),
+    "columns": lambda: (columns(), {"tokenizer": TOKENIZER}, LENGTHS),
+    "images": lambda: ([torch.ones(3, h, w) for h, w in PAIRS], {}, PAIRS),
+    "pairs": lambda: (
+        [{"source": ids(a), "target": ids(b)} for a, b in PAIRS],
+        {"size": ("source", "target")},
+        PAIRS,
+    ),
+    "graphs": lambda: (
+        [Graph(*pair) for pair in PAIRS],
+        {"size": lambda one: (len(one.x), len(one.edges)), "collate_fn": joined},
+        PAIRS,
+    ),
+    "audio": lambda: ([(torch.ones(1, 80 * n), "x" * (n % 5)) for n in LENGTHS], {},
+                      [80 * n for n in LENGTHS]),
+    "nested": lambda: ([{"a": {"ids": ids(n)}, "b": (ids(n), 1.5)} for n in LENGTHS], {}, LENGTHS),
+    "loader": lambda: (
+        DataLoader([torch.ones(n) for n in LENGTHS], 8, collate_fn=padded), {}, LENGTHS
+    ),
+    "packed": lambda: (dicts(), {"collate_fn": tb.PackCollate(total_multiple=64)}, LENGTHS),
+    "rounded": lambda: (dicts(), {"size_multiple": 8}, LENGTHS),
+    "fixed": lambda: ([(torch.ones(6), n) for n in LENGTHS], {}, [6] * 60),
+    "numbers": lambda: ([(1.0, n) for n in LENGTHS], {}, [1] * 60),
+}  # fmt: skip
+
+
+MODEL = nn.Linear(1, 16)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def step(batch: Any) -> None:
+    """A step on the elements of whatever a batch has."""
+    fields = batch.data if hasattr(batch, "num_samples") else batch
+    values = [one for one in tree_leaves(fields) if isinstance(one, Tensor)]
+    torch.stack([MODEL(one.float()[..., None]).square().mean() for one in values]).sum().backward()
+    OPTIMIZER.step()
+    OPTIMIZER.zero_grad()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """Steps are traced, not run, which takes a second; the shapes that were asked for."""
+    asked: list[tuple[int, Any]] = []
+
+    def measure(step: Any, make_batch: Any, **options: Any) -> tb.MeasuredCost:
+        def noted(n: int, size: Any) -> Any:
+            asked.append((n, size))
+            return make_batch(n, size)
+
+        return tb.measure_cost(step, noted, method="trace", **options)
+
+    monkeypatch.setattr(loaders, "measure_cost", measure)
+    return asked
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_data_set_of_any_kind(
+    kind: str, traced: list[tuple[int, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes are found, real samples measured at sizes that occur, and every sample comes once."""
+    data, options, sizes = KINDS[kind]()
+    before = MODEL.weight.clone()
+    # Texts are tokenized in the step, which no symbol does: traces of many shapes.
+    made = loader(data, TOKENS if kind == "texts" else step, "2GiB", max_batch_size=9, **options)
+    sampler: Any = made.batch_sampler
+    assert np.array_equal(sampler.plan.sizes.values, sizes)
+    assert sorted(index for batch in sampler for index in batch) == list(range(60))
+    assert len([*sampler.tracked(made)]) == len(sampler)
+    multiple = options.get("size_multiple", 1)
+    occurring = {-(-s // multiple) * multiple for s in sizes} if np.ndim(sizes) == 1 else {*sizes}
+    alone = {size for n, size in traced if n == 1}
+    assert alone <= occurring
+    if kind != "texts":
+        assert alone
+        assert isinstance(sampler.cost, tb.PackedCost if kind == "packed" else tb.MeasuredCost)
+    assert torch.equal(before, MODEL.weight)
+    printed = capfd.readouterr().err
+    assert "\nfits   longest sample" in printed
+    assert ("batch_size=8 of the loader is ignored" in printed) is (kind == "loader")
+    assert sampler.plan.order.shuffle is (kind != "loader")
+
+
+class Cropped:
+    def __len__(self) -> int:
+        return 99
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(int(torch.randint(3, 2000, ())))
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+PAIRED = [{"source": ids(a), "target": ids(b)} for a, b in PAIRS]
+WEIGHTED = DataLoader(dicts(), 8, sampler=WeightedRandomSampler(LENGTHS, 60))
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    "several fields": (
+        SizesError,
+        r"'source': 2 to 48; field 'target': 2 to 48\).*size='source'.*size=\('source', 'target'\)",
+        lambda: loader(PAIRED, step, "2GiB"),
+    ),
+    "objects": (
+        SizesError,
+        "pass size=, a function .* and a collate_fn",
+        lambda: loader([Graph(2, 3)] * 9, step, "2GiB"),
+    ),
+    "cropped": (
+        SizesError,
+        r"sample \d+ had the size \d+ when sizes were taken, and has \d+ now",
+        lambda: loader(Cropped(), step, "2GiB"),
+    ),
+    "stream": (OptionError, "BudgetedIterableDataset", lambda: loader(Stream(), step, 9)),
+    "both": (
+        OptionError,
+        "leave collate_fn out",
+        lambda: loader(dicts(), step, 9, tokenizer=TOKENIZER, collate_fn=padded),
+    ),
+    "batch size": (
+        OptionError,
+        "leave batch_size out; max_batch_size= caps it",
+        lambda: loader(dicts(), step, 9, batch_size=4),
+    ),
+    "option": (OptionError, "no option 'limit'", lambda: loader(dicts(), step, 9, limit=4)),
+    "swapped": (OptionError, "swapped", lambda: loader(dicts(), 9, step)),
+    "weighted": (OptionError, "weights= and batches_per", lambda: loader(WEIGHTED, step, 9)),
+    "of ours": (
+        OptionError,
+        "batch_sampler=MemoryBudgetBatchSampler",
+        lambda: loader(loader(dicts(), TOKENS, 99), step, 9),
+    ),
+    "packed cost": (
+        CollateError,
+        "planned without padding, by a PackedCost, .* Collate with PackCollate",
+        lambda: [*loader(dicts(), tb.PackedCost(unit_bytes=1), 99)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_what_to_pass(case: str) -> None:
+    kind, message, act = REFUSED[case]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        act()
+
+
+def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of the sampler are passed on, those of a loader taken, and the host's budget kept."""
+    given = DataLoader(dicts(), 8, shuffle=True, num_workers=1, persistent_workers=True)
+    made = loader(given, TOKENS, 99, samples_per_step=20, seed=4)
+    sampler: Any = made.batch_sampler
+    assert (made.num_workers, made.persistent_workers) == (1, True)
+    assert sampler.report().steps == 3
+    assert len(sampler) == len([*made])
+    assert pickle.loads(pickle.dumps(made.collate_fn))(dicts()[:2])["ids"].ndim == 2  # noqa: S301
+    host = loader(dicts(), TOKENS, tb.MemoryBudget(device=99, host="64GiB"), num_workers=1)
+    assert (host.num_workers, host.prefetch_factor) == (1, 8)
+    assert "\nhost   num_workers=1, prefetch_factor=8" in capfd.readouterr().err
+
+
+def test_a_batch_of_more_elements_than_planned_raises() -> None:
+    """The first one in its process: samples came longer than their sizes."""
+    made = loader(dicts(), TOKENS, 120)
+    with pytest.raises(CollateError, match="4,000 elements, and none was planned"):
+        made.collate_fn([{"ids": ids(1000)}] * 4)
+
+
+@pytest.mark.distributed
+def test_ranks_measure_together(tmp_path: Path) -> None:
+    """All have one cost and every sample comes once; more than the machine has is refused."""
+    results = run_ranks(script("planning.with_loader"), tmp_path, 2)
+    (cost, mine, refused), (others_cost, other, _) = results
+    assert cost == others_cost
+    assert sorted(mine + other) == list(range(64))
+    assert "2 ranks of 1024 TiB are more than machine has" in refused
+
+
+@pytest.mark.slow
+def test_an_encoder_trains_within_its_budget(tmp_path: Path) -> None:
+    """The real peak of a process, with sizes, cost and plan of one line; the next run reads it."""
+    path = ROOT / "tests" / "support" / "script_loader.py"
+    first, second = (json.loads(printed_by([path, tmp_path / "cost.json"])) for _ in range(2))
+    for one in (first, second):
+        assert 0.85 <= one["peak"] <= 1.0
+    assert second["cost"] == first["cost"]
+    assert second["runs"] == 2
+    assert first["runs"] > 9

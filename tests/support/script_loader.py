@@ -1,0 +1,51 @@
+"""Trains a small encoder by `loader` under a budget of its whole process; prints JSON.
+
+python script_loader.py CACHE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import torchbudget as tb
+from torchbudget.machine.peaks import peak_memory
+
+warnings.simplefilter("ignore")
+tb.configure_allocators()
+torch.manual_seed(0)
+MIB = 2**20
+BUDGET = 900 * MIB
+lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 0.8, 20_000), 4, 256).astype(int)
+data = [{"ids": torch.randint(1, 500, (n,)), "label": n % 2} for n in lengths.tolist()]
+layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+model = nn.ModuleList([nn.Embedding(500, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, 2)])
+optimizer = torch.optim.AdamW(model.parameters())
+runs: list[int] = []
+
+
+def step(batch: dict[str, Tensor]) -> None:
+    embedding, encoder, head = model
+    hidden = encoder(embedding(batch["ids"]), src_key_padding_mask=batch["ids"] == 0)
+    cross_entropy(head(hidden.mean(1)), batch["label"]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    runs.append(len(batch["label"]))
+
+
+cache = Path(sys.argv[1])
+loader = tb.loader(data, step, BUDGET, cost_cache=cache)
+ran = len(runs)
+with peak_memory("cpu") as peak:
+    for batch in islice(loader, 30):
+        step(batch)
+share = peak.bytes / BUDGET
+sys.stdout.write(json.dumps({"peak": share, "runs": ran, "cost": cache.read_text()}))
