@@ -254,3 +254,11 @@ def test_an_encoder_trains_within_its_budget(tmp_path: Path) -> None:
     assert second["cost"] == first["cost"]
     assert second["runs"] == 2
     assert first["runs"] > 4
+
+
+def test_what_is_printed_is_short() -> None:
+    """Summaries, not lists of all indices."""
+    sampler = tb.MemoryBudgetBatchSampler(LENGTHS, TOKENS, 99)
+    assert str(sampler) == "<MemoryBudgetBatchSampler: 60 samples, at most 99 B; epoch 0, rank 0>"
+    plan = tb.plan_step(LENGTHS, TOKENS, 99, num_replicas=2)
+    assert str(plan) == "<StepPlan: 60 samples, 8 micro-batches on each of 2 ranks>"

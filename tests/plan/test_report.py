@@ -137,7 +137,7 @@ def test_the_table() -> None:
     sizes = np.repeat([10, 20, 40], [40, 20, 10])
     sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 80, shuffle=False)
     assert str(sampler.report()).splitlines() == [
-        "micro-batches        15 on 1 rank(s)",
+        "micro-batches        15",
         "samples              70, 2 to 8 in a batch",
         "optimizer steps      15 in 1 windows, 4.7 samples each",
         "fill of the budget   100.0%",

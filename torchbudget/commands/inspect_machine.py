@@ -67,9 +67,16 @@ def _run(options: argparse.Namespace) -> Answer:
         *aligned(rows),
         f"the host is limited by: {host.name}",
         f"processors: {processors}; files to open: {descriptors:,}",
-        f"budget: {budget}",
+        f"budget: {_shown(budget, device)}",
     ]
     return Answer(text="\n".join(lines))
+
+
+def _shown(budget: MemoryBudget, device: str) -> str:
+    """The budget as text; on the CPU, device and host are one memory."""
+    if not device.startswith("cpu"):
+        return str(budget)
+    return f"{MemoryBudget(host=budget.host, shared=budget.shared)}, for steps and loading together"
 
 
 def _pools(device: str) -> list[tuple[str, MemoryPool]]:

@@ -118,6 +118,19 @@ def measure_cost(
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
+    if not callable(step) or (isinstance(step, nn.Module) and step.training):
+        raise CostError(
+            "step must be a function of a batch that makes a whole training step, as in "
+            "def step(batch): loss_of(model, batch).backward(); optimizer.step(); "
+            f"optimizer.zero_grad(); got {type(step).__name__}"
+            + (" in training mode: to evaluate, call eval() first" if callable(step) else "")
+        )
+    if not callable(make_batch):
+        raise CostError(
+            "make_batch must be a function (n, size) that returns a batch of n samples padded to a "
+            f"size, as in measure_cost(step, make_batch, sizes=sizes, budget=budget), got "
+            f"{type(make_batch).__name__}; loader(dataset, step, budget) measures on real samples"
+        )
     domain = Domain.of(max_size, size_multiple_of(size_multiple), min_size=min_size, sizes=sizes)
     room = None if budget is None else MemoryBudget.of(budget).device
     if method != "trace" and room is None:

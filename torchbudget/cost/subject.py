@@ -217,10 +217,9 @@ class Subject:
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, TorchBudgetError):
                 raise
-            raise BatchError(
-                f"make_batch({n}, {asked}) raised {error!r}; if there are no samples this short, "
-                "pass min_size"
-            ) from error
+            wrong = isinstance(error, (AttributeError, KeyError, NameError, TypeError))
+            hint = "" if wrong else "; if there are no samples this short, pass min_size"
+            raise BatchError(f"make_batch({n}, {asked}) raised {error!r}{hint}") from error
         leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
         arrays = (one for one in leaves if isinstance(one, (torch.Tensor, np.ndarray)))
         shapes = tuple(tuple(one.shape) for one in arrays)

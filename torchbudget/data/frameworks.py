@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -77,6 +77,7 @@ class Caller:
 
     Attributes:
         batches_again: torch would collect its batches into batches.
+        loader: the `DataLoader` that begins an iteration; `None`: it is another caller.
         reads_ahead: a plain `DataLoader` with workers, which draws batches before its loop takes
             them.
         wrappers: loaders of frameworks around it, with their modules.
@@ -84,6 +85,7 @@ class Caller:
     """
 
     batches_again: bool
+    loader: Any
     reads_ahead: bool
     wrappers: tuple[tuple[str, Any], ...]
     host: HostLoop | None
@@ -100,6 +102,7 @@ class Caller:
         reads_ahead = name == _MultiProcessingDataLoaderIter.__module__ and isinstance(
             frame.f_locals.get("self"), _MultiProcessingDataLoaderIter
         )
+        loader = frame.f_locals.get("loader") if name == DataLoader.__module__ else None
         batches_again = name == BatchSampler.__module__ or fetches
         wrappers: list[tuple[str, Any]] = []
         host: HostLoop | None = None
@@ -116,6 +119,7 @@ class Caller:
             frame = frame.f_back
         return cls(
             batches_again=batches_again,
+            loader=loader,
             reads_ahead=reads_ahead,
             wrappers=tuple(wrappers),
             host=host,

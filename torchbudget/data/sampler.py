@@ -49,9 +49,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     Args:
         sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`, one for
-            each sample of the data set: `tracked`, `fit` and `predict` compare the two numbers, a
-            plain loop over the loader cannot. An array of more than 32 MiB in its smallest integer
-            type (a memory map too) is not copied: leave it as it is.
+            each sample of the data set: `iter(loader)` compares the two numbers. An array of more
+            than 32 MiB in its smallest integer type (a memory map too) is not copied: leave it as
+            it is.
         cost: bytes of a micro-batch, such as `PaddedCost` or `PackedCost` (whose batches are
             packed: the sum of their samples' costs fits).
         budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
@@ -251,6 +251,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         self._plan, self._length = plan, None
         return plan
 
+    def __repr__(self) -> str:
+        rules, place = self._plan.rules, f"epoch {self.epoch}, rank {self.rank}"
+        amount = rules.limits[0].text(rules.budget_bytes)
+        samples = self._plan.order.dataset_length
+        return f"<MemoryBudgetBatchSampler: {samples:,} samples, at most {amount}; {place}>"
+
     def __len__(self) -> int:
         """Micro-batches of the whole epoch on this rank; O(samples) once an epoch.
 
@@ -331,6 +337,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         caller = Caller.find()
         caller.check_loader(self.num_replicas)
+        if caller.loader is not None:
+            self.check_dataset(caller.loader.dataset)
         plan, cursor = self.plan, self._cursor
         names = ("epoch", "first", "number", "start", "rounds", "done")
         at = {"batches_per_epoch": plan.batches_per_epoch, **{n: getattr(cursor, n) for n in names}}

@@ -75,6 +75,11 @@ def _check_capacity(limit: Limit, padded: IntArray, most: int) -> None:
 def _check_shapes(name: str, model: CostModel, padded: IntArray, budget: int) -> None:
     if padded.ndim == 2:
         _check_axes(name, model, padded[0])
+    elif (axes := getattr(model, "axes", 1)) > 1:
+        raise SizesError(
+            f"the {name} takes sizes of {axes} axes, shape (N, {axes}), as sizes_of(dataset, key) "
+            f"with a tuple of {axes} fields returns them; got sizes of one axis, shape (N,)"
+        )
     many = np.full(len(padded), 1)
     _answer(f"{name}.batch_bytes", model.batch_bytes, many, padded, shape=many.shape)
     _answer(f"{name}.capacity", model.capacity, padded, many * budget, shape=many.shape)

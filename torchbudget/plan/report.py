@@ -80,8 +80,9 @@ class PlanReport:
         each = self.samples / max(self.steps, 1)
         by_axis = f" ({', '.join(axes)} by axis)" if len(axes) > 1 else ""
         masked = [] if self.masked_rows is None else [("masked rows", f"{self.masked_rows:,}")]
+        on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         return [
-            ("micro-batches", f"{self.batches:,} on {self.ranks} rank(s)"),
+            ("micro-batches", f"{self.batches:,}{on_ranks}"),
             ("samples", f"{self.samples:,}, {self.smallest:,} to {self.largest:,} in a batch"),
             (
                 "optimizer steps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -102,7 +103,11 @@ class BatchRules:
     def __post_init__(self) -> None:
         for name, model in (("cost", self.cost), ("balance", self.work)):
             if isinstance(model, type) or not isinstance(model, CostModel):
-                raise OptionError(f"{name} must be a cost model such as PaddedCost, got {model!r}")
+                function = inspect.isroutine(model)
+                hint = "; measure_cost(step, …) makes one of a training step" if function else ""
+                raise OptionError(
+                    f"{name} must be a cost model such as PaddedCost, got {model!r}{hint}"
+                )
         for name in ("size_multiple", "batch_size_multiple"):
             object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
@@ -202,6 +207,10 @@ class BatchRules:
             BudgetError: the budget does not limit the device; or a limit is no amount.
             OptionError: a limit is no pair of a cost model and an amount.
         """
+        if isinstance(budget, CostModel):
+            raise OptionError(
+                f"cost and budget are swapped: expected (sizes, cost, budget), got cost={cost!r}"
+            )
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
             raise BudgetError(f"the budget must limit the device, got {budget!r}")

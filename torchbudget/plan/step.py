@@ -43,6 +43,12 @@ class StepPlan:
     skipped_samples: IntArray
     _report: Callable[[], PlanReport] = field(repr=False)
 
+    def __repr__(self) -> str:
+        ranks, each = len(self.micro_batches), len(self.micro_batches[0])
+        return (
+            f"<StepPlan: {len(self.inverse):,} samples, {each:,} micro-batches on each of {ranks}>"
+        )
+
     def report(self) -> PlanReport:
         """Fill, padding and imbalance of the step."""
         return self._report()

@@ -264,7 +264,8 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
     if isinstance(data, Iterator):
         raise OptionError(
             f"{name} is an iterator, which is used up after one epoch, and cannot be shared by "
-            "workers: pass what it iterates over, or a function that returns one"
+            "workers: pass what it iterates over, or a function (shard, num_shards) that returns "
+            "an iterator over that part"
         )
     can_open = isinstance(data, Iterable) or callable(data)
     is_sample = is_shard and (isinstance(data, (torch.Tensor, np.ndarray)) or not can_open)
