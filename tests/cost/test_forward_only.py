@@ -89,10 +89,14 @@ def test_a_module_in_training_mode_is_warned_of() -> None:
     model = nn.Linear(3, 3)
     with pytest.warns(MeasureWarning, match=r"forward only.*training mode: to train.*backward"):
         trace_peak_bytes(lambda batch: model(batch).sum(), torch.zeros(2, 3))
+
+    def make_batch(n: int, size: int) -> torch.Tensor:
+        return torch.zeros(n, size, 3)
+
+    with pytest.raises(CostError, match=r"step must be a function .* got Linear in training mode"):
+        measure_cost(model, make_batch, max_size=50, method="trace")
     with pytest.warns(MeasureWarning, match="training mode"):
-        cost = measure_cost(
-            model, lambda n, size: torch.zeros(n, size, 3), max_size=50, method="trace"
-        )
+        cost = measure_cost(model.forward, make_batch, max_size=50, method="trace")
     assert any("was in training mode" in note for note in cost.notes)
 
 

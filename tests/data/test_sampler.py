@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": [1, 2, -3, -4]}, SizesError, r"sizes\[2\] is -3"),
     ({"sizes": [[1, 2], [3, -4]], "cost": TWO_AXES}, SizesError, r"sizes\[1\]\[1\] is -4"),
     ({"sizes": [[1, 2], [3, 4]]}, SizesError, "sizes of one axis, got sizes of 2 axes"),
-    ({"cost": TWO_AXES}, CostError, "2 axes"),
+    ({"cost": TWO_AXES}, SizesError, r"2 axes, shape \(N, 2\), as .* got sizes of one axis"),
     ({"sizes": [[1, 2, 3]], "cost": TWO_AXES}, CostError, "2 axes"),
     ({"cost": PaddedCost}, OptionError, "a cost model such as PaddedCost, got <class"),
     ({"budget": MemoryBudget(host=5)}, BudgetError, "must limit the device, got MemoryBudget"),

@@ -21,7 +21,7 @@ from tests.support.commands import ROOT, printed_by
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from torchbudget import loader
-from torchbudget.errors import CollateError, OptionError, SizesError
+from torchbudget.errors import CollateError, CostError, OptionError, SizesError
 from torchbudget.host import loader as loaders
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 0.7, 60), 2, 60).astype(int).tolist()
@@ -206,6 +206,50 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
 }
 
 
+# What other functions refuse.
+ANY: Any = tb
+ANY_DICTS: Any = dicts()
+PAD, PACKED = tb.PadCollate(), tb.MemoryBudgetBatchSampler(LENGTHS, tb.PackedCost(unit_bytes=1), 99)
+OTHER = tb.MemoryBudgetBatchSampler([3, 9, 4], TOKENS, 9)
+REFUSED |= {
+    "cost and budget": (
+        OptionError,
+        r"swapped: expected \(sizes, cost, budget\), got cost='8GiB'",
+        lambda: ANY.MemoryBudgetBatchSampler([3], "8GiB", TOKENS),
+    ),
+    "a step as cost": (
+        OptionError,
+        r"cost must be a cost model .* measure_cost\(step, …\) makes one",
+        lambda: ANY.plan_step([3], step, 9),
+    ),
+    "samples as sizes": (
+        SizesError,
+        r"sizes_of\(dataset, …\)",
+        lambda: tb.MemoryBudgetBatchSampler(["ab", "c"], TOKENS, 9),
+    ),
+    "a loader as make_batch": (
+        CostError,
+        r"make_batch must be a function .* got DataLoader; loader\(dataset, step, budget\)",
+        lambda: ANY.measure_cost(step, WEIGHTED, budget="8GiB"),
+    ),
+    "an iterator": (
+        OptionError,
+        r"a function \(shard, num_shards\) that returns an iterator",
+        lambda: tb.BudgetedIterableDataset(iter(dicts()), TOKENS, 9, size="ids"),
+    ),
+    "packed cost in a tracked loop": (
+        CollateError,
+        "planned without padding, by a PackedCost",
+        lambda: [*PACKED.tracked(DataLoader(ANY_DICTS, batch_sampler=PACKED, collate_fn=PAD))],
+    ),
+    "other sizes": (
+        OptionError,
+        "the sampler has 3 sizes, but the data set has 60 samples",
+        lambda: iter(DataLoader(ANY_DICTS, batch_sampler=OTHER)),
+    ),
+}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_what_to_pass(case: str) -> None:
     kind, message, act = REFUSED[case]
@@ -261,4 +305,4 @@ def test_what_is_printed_is_short() -> None:
     sampler = tb.MemoryBudgetBatchSampler(LENGTHS, TOKENS, 99)
     assert str(sampler) == "<MemoryBudgetBatchSampler: 60 samples, at most 99 B; epoch 0, rank 0>"
     plan = tb.plan_step(LENGTHS, TOKENS, 99, num_replicas=2)
-    assert str(plan) == "<StepPlan: 60 samples, 8 micro-batches on each of 2 ranks>"
+    assert str(plan) == "<StepPlan: 60 samples, 6 micro-batches on each of 2 ranks>"

@@ -135,7 +135,7 @@ def test_a_cost_of_other_axes_is_named() -> None:
     for cost in (TOKENS, Users(right, fitting)):
         with pytest.raises(SizesError, match="takes sizes of one axis, got sizes of 2 axes"):
             MemoryBudgetBatchSampler(sizes, cost, 1000)
-    with pytest.raises(CostError, match="this cost has 2 axes"):
+    with pytest.raises(SizesError, match=r"the cost takes sizes of 2 axes, shape \(N, 2\)"):
         MemoryBudgetBatchSampler(LENGTHS, PaddedCost(unit_bytes=(1, 1)), 1000)
 
 

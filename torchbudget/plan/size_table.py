@@ -18,7 +18,7 @@ _CHUNK: Final = 2**16
 # is bound by the cache, and the given array is often int64.
 _COPY_BYTES: Final = 2**25
 _LARGEST: Final = 2**48
-_OF_SAMPLES: Final = "which sizes_of(dataset, …) takes of samples"
+_OF_SAMPLES: Final = "sizes_of(dataset, …) takes them of samples"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ class SizeTable:
         except (ValueError, TypeError, RuntimeError) as error:
             # Lists of different lengths, or a tensor on a device or with a graph.
             raise SizesError(
-                f"expected sizes of shape (N,) or (N, d), {_OF_SAMPLES}: {error}"
+                f"expected sizes of shape (N,) or (N, d): {error}; {_OF_SAMPLES}"
             ) from error
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
@@ -65,7 +65,7 @@ class SizeTable:
         if not values.size:
             raise SizesError(f"there are no samples: sizes have the shape {values.shape}")
         if values.dtype.kind not in "iu":  # durations are integers by np.issubdtype
-            raise SizesError(f"expected integer sizes, {_OF_SAMPLES}, got dtype {values.dtype}")
+            raise SizesError(f"expected integer sizes, got dtype {values.dtype}; {_OF_SAMPLES}")
         fingerprint, largest = _summary(values)
         narrow = np.min_scalar_type(int(largest.max()))
         if values.size * narrow.itemsize <= _COPY_BYTES:

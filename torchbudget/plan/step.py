@@ -45,9 +45,8 @@ class StepPlan:
 
     def __repr__(self) -> str:
         ranks, each = len(self.micro_batches), len(self.micro_batches[0])
-        return (
-            f"<StepPlan: {len(self.inverse):,} samples, {each:,} micro-batches on each of {ranks}>"
-        )
+        counts = f"{each:,} micro-batches on each of {ranks} ranks"
+        return f"<StepPlan: {len(self.inverse):,} samples, {counts}>"
 
     def report(self) -> PlanReport:
         """Fill, padding and imbalance of the step."""
