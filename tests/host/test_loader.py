@@ -147,6 +147,28 @@ def test_a_data_set_of_any_kind(
     assert sampler.plan.order.shuffle is (kind != "loader")
 
 
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+def test_a_cost_is_cached(
+    tmp_path: Path, traced: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is used where everything is the same and a real step stays within it, else measured."""
+    path = tmp_path / "cost.json"
+
+    def is_measured(budget: str = "2GiB", least: int = 0) -> bool:
+        traced.clear()
+        data = [one for one in dicts() if len(one["ids"]) >= least]
+        loader(data, step, budget, cost_cache=path)
+        return bool(traced)
+
+    monkeypatch.setattr(loaders, "still_holds", lambda *_: True)
+    assert [is_measured(), is_measured()] == [True, False]
+    assert [is_measured("3GiB"), is_measured("3GiB"), is_measured("3GiB", least=9)] == [1, 0, 1]
+    path.write_text("{}")
+    assert [is_measured(), is_measured()] == [True, False]
+    monkeypatch.setattr(loaders, "still_holds", lambda *_: False)
+    assert is_measured()
+
+
 class Cropped:
     def __len__(self) -> int:
         return 99

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -203,22 +203,21 @@ def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
 
 def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options of workers that a loader has; the order that its sampler means is added."""
-    name = type(given.batch_sampler).__name__
     if type(given.batch_sampler) is not BatchSampler:
         raise OptionError(
-            f"a loader in place of the data set has a batch_size, which is ignored, got "
-            f"batch_sampler={name}: pass its data set, and collate_fn="
+            "a loader in place of the data set has a batch_size, which is ignored, got "
+            f"batch_sampler={type(given.batch_sampler).__name__}: pass its data set, and "
+            "collate_fn="
         )
     sampler = given.sampler
-    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(
-        sampler, "replacement", False
-    ):
+    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    if not is_random and type(sampler) is not SequentialSampler:
         raise OptionError(
             f"loader cannot keep the order of a {type(sampler).__name__}: pass the data set, with "
             "weights= and batches_per_epoch= for draws with replacement, a Subset for a part of "
             "it, and nothing for ranks, which are asked of torch.distributed"
         )
-    options.setdefault("shuffle", isinstance(sampler, RandomSampler))
+    options.setdefault("shuffle", is_random)
     options.setdefault("drop_last", given.drop_last)
     say([f"batch_size={given.batch_size} of the loader is ignored: the budget sets it"])
     return {one: getattr(given, one) for one in (*_OF_LOADERS, *_OF_WORKERS)}
@@ -262,9 +261,9 @@ def _measured(
         found = ranks.each(partial(_read, path, described))
         cost = found[ranks.rank]
         if cost is not None and None not in found:
-            size = rows[cost.batch_bytes(1, asked).argmax()].tolist()
-            holds = ranks.each(partial(still_holds, cost, step, make_batch, size, room))
-            if all(holds):
+            fitting = np.where(cost.capacity(asked, room) > 0, cost.batch_bytes(1, asked), 0)
+            size = rows[fitting.argmax()].tolist()
+            if all(ranks.each(partial(still_holds, cost, step, make_batch, size, room))):
                 return cost
     with ranks.together():
         cost = measure_cost(
@@ -280,11 +279,10 @@ def _measured(
 
 def _read(path: Path, described: Mapping[str, str]) -> MeasuredCost | None:
     """The cost in a file, if it was measured on what is described."""
-    try:
+    with suppress(OSError, CostError):
         cost = load_cost(path)
-    except (OSError, CostError):
-        return None
-    return cost if dict(cost.measured_on) == dict(described) else None
+        return cost if dict(cost.measured_on) == dict(described) else None
+    return None
 
 
 def _summary(
@@ -295,16 +293,17 @@ def _summary(
 ) -> list[str]:
     """Lines about sizes, cost, plan and host."""
     sizes, rules, report = batches.sizes, sampler.plan.rules, sampler.report()
-    rows = sizes.reshape(len(sizes), -1)
-    longest, median = sizes[rows.prod(axis=1).argmax()], np.median(sizes, axis=0).astype(np.int64)
-    ends = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
-    at_once = [f"({one.tolist()}): {int(rules.alike(one)):,} at once" for one in (longest, median)]
-    batches_text = f"{report.batches:,} batches an epoch"
+    longest = sizes[batches.rounded().prod(axis=1).argmax()]
+    median = np.median(sizes, axis=0).astype(np.int64)
+    one, other = (
+        f"({size.tolist()}): {int(rules.alike(size)):,} at once" for size in (longest, median)
+    )
+    each, ends = report.batches // report.ranks, (sizes.min(axis=0), sizes.max(axis=0))
     lines = [
         f"sizes  {len(sizes):,} samples of {ends[0]} to {ends[1]}, by {batches.key!r}",
         f"cost   {cost}",
-        f"fits   longest sample {at_once[0]}; median {at_once[1]}",
-        f"plan   {batches_text}, {report.fill:.1%} full, {report.padding:.1%} padding",
+        f"fits   longest sample {one}; median {other}",
+        f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",
     ]
     if isinstance(host, LoaderOptions):
         lines.append(f"host   {host.explain().splitlines()[0]}; limited by {host.limited_by}")
