@@ -46,6 +46,11 @@ def test_sizes_of_the_data_set_are_measured() -> None:
     domain = Domain.of(None, 1, sizes=sizes)
     assert (domain.smallest, domain.largest) == ((3, 2), (500, 900))
     asked = {tuple(row) for row in domain.draw(60, 9)[:, 1:].tolist()}
+    assert domain.nodes(3) == [[3, 40, 500], [2, 40, 900]]
+    # Two samples are padded to (500, 900).
+    assert [domain.occurring((1, *one)) for one in [(3, 2), (500, 900), (40, 40), (40, 7)]] == [
+        (1, 99, 7), (2, 500, 900), (1, 40, 40), (1, 99, 7)
+    ]  # fmt: skip
     asked |= {shape[1:] for shape in domain.recipe_shapes()} | set(domain.judged())
     assert asked <= set(map(tuple, sizes))
     assert Domain.of((600, 900), 8, min_size=(8, 8), sizes=sizes).largest == (600, 904)

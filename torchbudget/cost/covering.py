@@ -237,10 +237,7 @@ class Covering:
         """Trace columns, and more of them where the one between two is predicted badly."""
         domain = self.subject.domain
         count = {1: 5, 2: 3}.get(domain.axes, 2)
-        sizes = [
-            sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
-            for axis in range(domain.axes)
-        ]
+        sizes = domain.nodes(count)
         specialised = {k for trace in self._traces for k in self._specialised(trace)}
         self._recipe = None if 0 in specialised else recipe
         done: set[tuple[int, int, int]] = set()

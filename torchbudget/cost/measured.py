@@ -385,7 +385,8 @@ class MeasuredCost:
     def __str__(self) -> str:
         """Return its basis, the largest error of its runs and its margin; `report` has all."""
         pairs = zip(self.probes, self.errors(), strict=True)
-        worst = max((abs(error) for probe, error in pairs if probe.how == "run"), default=0.0)
+        known = [e for probe, e in pairs if probe.how == "run" and e * probe.peak_bytes < 2**62]
+        worst = max(map(abs, known), default=0.0)
         return f"{self._rests_on()}; runs off by {worst:.1%} at most, margin {self.margin:.1%}"
 
     def report(self) -> str:

@@ -362,10 +362,7 @@ class _Runs:
         """
         domain = self.subject.domain
         count = _BLIND_SIZES.get(domain.axes, 2)
-        nodes = [
-            sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
-            for axis in range(domain.axes)
-        ]
+        nodes = domain.nodes(count)
         self._run_first(domain.between(0.0))
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):

@@ -114,6 +114,17 @@ class Domain:
         rounded = -(-np.rint(wanted).astype(int) // self.multiple) * self.multiple
         return tuple(np.clip(rounded, self.smallest, self.largest).tolist())
 
+    def nodes(self, count: int) -> list[list[int]]:
+        """Up to so many sizes on each axis, from the smallest to the largest."""
+        shares = np.linspace(0, 1, count)
+        if self.known is None:
+            return [sorted({self.between(one)[k] for one in shares}) for k in range(self.axes)]
+        found = []
+        for low, high, lengths in zip(self.smallest, self.largest, self.known.T, strict=True):
+            off = np.abs(np.log(lengths[:, None] / (low * (high / low) ** shares)))
+            found.append(np.unique(lengths[off.argmin(axis=0)]).tolist())
+        return found
+
     def occurring(self, shape: Shape) -> Shape:
         """The next larger shape that samples of the known sizes can have, padded together."""
         n, *wanted = shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -132,15 +132,18 @@ class RealBatches:
         rounded, wanted = self.rounded(), np.atleast_1d(size)
         chosen = np.flatnonzero((rounded == wanted).all(axis=1))[: min(n, _DISTINCT)].tolist()
         below = np.flatnonzero((rounded <= wanted).all(axis=1))
-        if not chosen and len(below):  # on each axis the one that is longest there
+        rest = chosen
+        if not chosen and len(below):  # on each axis the longest there, and the largest of all
             chosen = [*{*below[rounded[below].argmax(axis=0)].tolist()}]
+            rest = [int(below[rounded[below].prod(axis=1).argmax()])]
         if not 0 < len(chosen) <= n or (rounded[chosen].max(axis=0) != wanted).any():
             raise UntraceableError(f"no {n} samples make a batch padded to {wanted.tolist()}")
         collate = self.collate
         if isinstance(collate, PackCollate):  # a cost rounds totals by itself
             collate = replace(collate, total_multiple=1)
         # Copies: a collate may take fields out of its samples.
-        return collate([copy.copy(self._sample(index)) for index in islice(cycle(chosen), n)])
+        indices = islice(chain(chosen, cycle(rest)), n)
+        return collate([copy.copy(self._sample(index)) for index in indices])
 
     def rounded(self) -> Sizes:
         """The padded size of each sample alone, at least 1: shape `(N, d)`."""
