@@ -124,6 +124,8 @@ def test_the_json_has_every_pool_and_the_budget(folder: Path) -> None:
     # What is usable differs a little between two readings.
     assert found["budget"]["host"] == pytest.approx(0.9 * least["usable_bytes"], rel=0.05)
     assert found["processors"] == usable_processors()
+    table = run_command("inspect", "--device", "cpu", folder=folder).stdout
+    assert re.search("budget: host .* for steps and loading together", table)  # one memory, once
     assert 0 < found["free_descriptors"] <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

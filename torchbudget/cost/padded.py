@@ -178,9 +178,10 @@ class PaddedCost(_Quadratic):
         CostError: a coefficient is negative, not finite or past 2⁵³; all of them are 0; or the
             shapes of `unit_bytes` and `pair_bytes` differ.
 
-    To budget in tokens, start with `PaddedCost(unit_bytes=1)` and a budget that is their number:
+    To budget in tokens, start with `PaddedCost(unit_bytes=1, unit="tokens")` and a budget that is
+    their number:
 
-    >>> tokens = PaddedCost(unit_bytes=1)
+    >>> tokens = PaddedCost(unit_bytes=1, unit="tokens")
     >>> int(tokens.capacity(100, 4096)), int(tokens.batch_bytes(40, 100))
     (40, 4000)
     >>> image = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 12), (0, 0)))  # 12 bytes a pixel

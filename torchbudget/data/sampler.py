@@ -125,7 +125,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     is broken off starts the epoch over, unless it is `tracked`: then the next one goes on.
 
     >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
-    >>> tokens = PaddedCost(unit_bytes=1)  # a budget in tokens, padding included
+    >>> tokens = PaddedCost(unit_bytes=1, unit="tokens")  # a budget in tokens, padding included
     >>> sampler = MemoryBudgetBatchSampler([3, 9, 4, 8, 1], tokens, 18, shuffle=False)
     >>> list(sampler)
     [[1, 3], [2, 0, 4]]

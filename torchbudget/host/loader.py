@@ -265,6 +265,8 @@ def _measured(
             size = rows[fitting.argmax()].tolist()
             if all(ranks.each(partial(still_holds, cost, step, make_batch, size, room))):
                 return cost
+    if not ranks.rank:
+        say([f"measuring the step on real samples, in up to {format_bytes(room)}"])
     with ranks.together():
         cost = measure_cost(
             step, make_batch, sizes=batches.sizes, budget=budget, device=device,
