@@ -75,7 +75,7 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     From any later position, the rest comes under the corrected cost as under the old one.
     """
     sizes, form, budget = problem
-    assume(not isinstance(form, TableCost))
+    assume(not isinstance(form, TableCost) and sizes.max() < 2**13)  # as far as is measured
     ranks = data.draw(st.integers(1, min(4, len(sizes))))
     options = {
         data.draw(st.sampled_from(["window", "samples_per_step"])): data.draw(
