@@ -29,7 +29,7 @@ from torchbudget.cost.agree import agree
 from torchbudget.cost.measure import describe_step, measure_cost, still_holds
 from torchbudget.cost.measured import MeasuredCost, load_cost
 from torchbudget.cost.protocol import CostModel
-from torchbudget.data.collate.collates import PackCollate
+from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
@@ -141,7 +141,10 @@ def loader(
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
         most = batches.most_elements(sampler.plan.rules)
         multiple = None if sampler.plan.rules.packing is None else batches.multiple
-        collate = CheckedCollate(batches.collate, most, multiple)
+        shaped = batches.collate
+        if isinstance(shaped, PadCollate) and options.get("max_shapes") is not None:
+            shaped = replace(shaped, size_multiple=sampler)
+        collate = CheckedCollate(shaped, most, multiple)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
             chosen = loader_options(
