@@ -105,7 +105,7 @@ def measure_cost(
     Returns:
         A cost. Without runs its margin is 0, and its grid, where it has one, is raised by the
         largest error on other shapes. With runs the margin is twice their largest underestimate,
-        at least 1 % and 12 MiB of the budget, and 3 % without a trace.
+        at least 1 % and 16 MiB of the budget, and 3 % without a trace.
 
     Raises:
         CostError: the step cannot be measured, is only a part of a training step, or does not fit
