@@ -194,13 +194,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             weights=weights_of(weights),
             seed=natural("seed", seed),
         )
-        if order.units is not None and samples_per_step is None:
-            for name, given in (("labels alone", not order.units.whole), ("drop_last", drop_last)):
-                if given:
-                    raise OptionError(
-                        f"units with {name} need samples_per_step: without it, leave drop_last "
-                        "out, and keep each unit in a micro-batch by units=(labels, 'micro_batch')"
-                    )
+        units_need_steps = order.units is not None and (drop_last or not order.units.whole)
+        if units_need_steps and samples_per_step is None:
+            raise OptionError(
+                "units need samples_per_step; without it keep each of them in one micro-batch, by "
+                "units=(labels, 'micro_batch'), and leave drop_last out"
+            )
         rules = fitted(rules, table.values, order.skipped)
         self.cost, self.size_multiple, self.shapes = cost, rules.size_multiple, rules.shapes
         self._ranks, self._max_shapes = ranks, max_shapes
