@@ -396,7 +396,7 @@ def test_a_quantized_buffer() -> None:
 @pytest.mark.parametrize("name", ["mps", "xpu", "hpu"])
 def test_a_device_whose_memory_is_not_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a CPU nor a CUDA device: the host's figures would say nothing about it."""
-    model, _ = network()
+    model = network()[0].eval()
     monkeypatch.setattr(TrainingState, "device", property(lambda _: torch.device(name)))
     for method in ("trace", "auto", "run"):
         with pytest.raises(CostError, match=f"parameters are on {name}: only the memory of CPUs"):
