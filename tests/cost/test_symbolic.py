@@ -125,18 +125,6 @@ def test_what_is_mended(forward: Any) -> None:
     compare(training(forward, nn.Linear(16, 16)), frames, shapes)
 
 
-@pytest.mark.parametrize("options", [
-    {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.2},
-    {"num_layers": 2, "bias": False},
-])  # fmt: skip
-def test_gated_recurrent_units(options: dict[str, Any]) -> None:
-    """Their trace holds for every number of samples, at one length."""
-    layer = nn.GRU(16, 8, **options)
-    swapped = 0 if layer.batch_first else 1
-    step = training(lambda x, layer: layer(x.transpose(0, swapped))[0], layer)
-    compare(step, frames, [(11, 6), (2, 6), (64, 6), (300, 6)])
-
-
 def test_the_fast_path_of_transformers_is_taken() -> None:
     """In evaluation mode it is: a mode for functions would turn it off."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()

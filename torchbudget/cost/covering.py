@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.batch_recipe import Recipe, Shape
 from torchbudget.cost.expressions import UntraceableError
-from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along, numbers_up_to
+from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
@@ -76,6 +76,7 @@ class Covering:
     reason: str = ""
     _traces: list[Trace] = field(default_factory=list)
     _harmless: list[set[tuple[int, ...]]] = field(default_factory=list)
+    _num_held_out: int = 0
     _recipe: Recipe | None = None  # while symbols do for numbers of samples
     _symbolic: dict[tuple[int, ...], Trace] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
@@ -328,12 +329,6 @@ class Covering:
             except UntraceableError:  # it loops over samples, or over their parts
                 self._reached = min(self._reached, math.ceil(known[low]))
                 break
-        high = max(known)
-        if size in self._symbolic:  # any number that it holds costs nothing
-            trace = self._symbolic[size]
-            shapes = np.array([(n, *size) for n in numbers_up_to(high)])
-            shapes = shapes[~trace.failed(shapes).any(axis=0)]
-            known.update(zip(shapes[:, 0].tolist(), trace.peaks(shapes).tolist(), strict=True))
         intervals = list(pairwise(sorted(known)))
         while intervals and self._has_time():
             low, high = intervals.pop(0)
@@ -380,6 +375,7 @@ class Covering:
                 break
             shapes.append(self._limited(tuple(shape)))
             self._at(shapes[-1])
+        self._num_held_out = len(shapes)
         if not shapes:
             return (1, *self.subject.domain.smallest)
         real = np.array([self._at(shape) for shape in shapes])
@@ -389,10 +385,7 @@ class Covering:
             found = one.bytes_at(shapes)
             shares, most = np.maximum(real / found - 1, 0), max((real - found).max(), 0.0)
             worst = int(shares.argmax())
-            one = replace(
-                one, raised_share=float(shares[worst]), raised_bytes=float(most),
-                num_held_out=len(shapes), error=float(np.abs(found / real - 1).max()),
-            )  # fmt: skip
+            one = replace(one, raised_share=float(shares[worst]), raised_bytes=float(most))
             ways.append((one, shapes[worst]))
         self.grid, outlier = min(ways, key=lambda way: way[0].raised_share)
         return outlier
@@ -417,7 +410,7 @@ class Covering:
                 known += f" and {format_bytes(self._reached)}"
             self.subject.notes.append(
                 f"interpolated where no expression holds{why}, for batches of {known}; the "
-                f"largest error on {self.grid.num_held_out} other shapes, "
+                f"largest error on {self._num_held_out} other shapes, "
                 f"{self.grid.raised_share:.2%}, but no more than {most}, is added there"
             )
 

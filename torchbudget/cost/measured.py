@@ -32,8 +32,6 @@ _PARTS: Final = 2**14
 MOST_MARGIN: Final = 1000
 # A margin grows by this when an allocation failed.
 _FAILED: Final = 0.02
-# The tolerance of `any_model.py` below the truth: a grid that is off by no more is called tested.
-_TESTED: Final = 2e-3
 _FORMAT: Final = 4  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
 # A sample of a packed batch that is longer than all measured ones: more than any device has, and
@@ -234,10 +232,9 @@ class MeasuredCost:
         """How well the bytes of a shape are known.
 
         Returns:
-            "exact" where every condition of an expression holds; "tested" where they fail in a
-            way that concrete traces showed not to matter, or in a grid that is off by at most
-            0.2 % at every shape that was held out; "interpolated" in another grid; "raised" where
-            only larger shapes are known.
+            "exact" where every condition of an expression holds, "tested" where they fail in a
+            way that concrete traces showed not to matter, "interpolated" in the grid, "raised"
+            where only larger shapes are known.
         """
         shapes, _ = self._shapes(n, padded_size)
         inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
@@ -245,11 +242,7 @@ class MeasuredCost:
             held = piece.holds(shapes)[0]
             if held != NOT_HELD:
                 return "exact" if held == EXACT else "tested"
-        grid = self.grid
-        if not inside or grid is None:
-            return "raised"
-        tested = grid.num_held_out and grid.error <= _TESTED
-        return "tested" if tested else "interpolated"
+        return "interpolated" if inside and self.grid is not None else "raised"
 
     def _shapes(self, n: ArrayLike, padded_size: ArrayLike) -> tuple[IntArray, tuple[int, ...]]:
         number, size = np.asarray(n, np.int64), np.asarray(padded_size, np.int64)

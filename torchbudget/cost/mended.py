@@ -27,12 +27,11 @@ def mended() -> Iterator[None]:
         stack.enter_context(patch.object(F, "one_hot", _one_hot))
         stack.enter_context(patch.object(torch, "from_numpy", _from_numpy))
         stack.enter_context(patch.object(torch._VF, "stft", _stft))
-        stack.enter_context(patch.object(torch._VF, "gru", _gru))
         yield
 
 
 _python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F.one_hot
-_torch_from_numpy, _torch_gru = torch.from_numpy, torch._VF.gru
+_torch_from_numpy = torch.from_numpy
 
 
 def _len(one: Any) -> Any:
@@ -106,54 +105,6 @@ def _stft(
     found = _ATEN._fft_r2c(frames, [frames.dim() - 1], int(normalized), onesided is not False)
     found = found.transpose(-1, -2)
     return found if return_complex else torch.view_as_real(found)
-
-
-def _gru(input: torch.Tensor, hidden: Any, *options: Any) -> Any:  # noqa: A002
-    """`torch.gru` on the CPU: torch's own reads the number of samples to cut gates apart."""
-    if not isinstance(hidden, torch.Tensor):  # of packed sequences
-        return _torch_gru(input, hidden, *options)
-    weights, biased, layers, dropout, training, both, batch_first = options
-    each = 4 if biased else 2
-    cells = [weights[at : at + each] for at in range(0, len(weights), each)]
-    ways = 2 if both else 1
-    hiddens = hidden.unbind(0)
-    output, last = (input.transpose(0, 1) if batch_first else input), []
-    for layer in range(layers):
-        found = []
-        for way in range(ways):
-            at = layer * ways + way
-            states = _gru_states(output, hiddens[at], *cells[at], backward=way == 1)
-            last.append(states[0 if way else -1])
-            found.append(torch.stack(states))
-            del states
-        output = torch.cat(found, -1) if both else found[0]
-        del found
-        if dropout and training and layer < layers - 1:
-            output = torch.dropout(output, dropout, train=True)
-    stacked = torch.stack(last)
-    return (output.transpose(0, 1) if batch_first else output), stacked
-
-
-def _gru_states(
-    input: torch.Tensor,  # noqa: A002
-    state: torch.Tensor,
-    weight: torch.Tensor,
-    weight_of_state: torch.Tensor,
-    *biases: torch.Tensor,
-    backward: bool,
-) -> list[torch.Tensor]:
-    bias, bias_of_state = biases or (None, None)
-    steps = F.linear(input, weight, bias).unbind(0)
-    size, found = state.shape[-1], []
-    for step in reversed(steps) if backward else steps:
-        gates = torch.unsafe_split(step, size, 1)
-        others = torch.unsafe_split(F.linear(state, weight_of_state, bias_of_state), size, 1)
-        reset = others[0].add_(gates[0]).sigmoid_()
-        kept = others[1].add_(gates[1]).sigmoid_()
-        new = gates[2].add(others[2].mul_(reset)).tanh_()
-        state = (state - new).mul_(kept).add_(new)
-        found.append(state)
-    return found[::-1] if backward else found
 
 
 def _enlarged(input: torch.Tensor, size: Any, *_: Any) -> torch.Tensor:  # noqa: A002

@@ -164,8 +164,6 @@ class Grid:
         raised_share: all bytes are raised by the smaller one of this share, the largest error on
             other shapes,
         raised_bytes: and of these bytes, the largest error there in bytes.
-        num_held_out: the number of these other shapes.
-        error: the largest error on them before bytes are raised, as a share, of either sign.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -176,8 +174,6 @@ class Grid:
     reached: int = MAX_BYTES
     raised_share: float = 0.0
     raised_bytes: float = 0.0
-    num_held_out: int = 0
-    error: float = 0.0
 
     @property
     def floor(self) -> float:
@@ -230,8 +226,3 @@ def along(numbers: Sequence[int], values: Sequence[float], wanted: npt.ArrayLike
     n, value, at = np.array(numbers, float), np.array(values), np.asarray(wanted, float)
     k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
     return np.asarray(value[k] + (value[k + 1] - value[k]) * (at - n[k]) / (n[k + 1] - n[k]))
-
-
-def numbers_up_to(most: int) -> list[int]:
-    """Numbers of samples up to a number, and itself, each about 1.2 times the one before."""
-    return sorted({min(round(2 ** (k / 4)), most) for k in range(4 * most.bit_length())})

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, numbers_up_to
+from torchbudget.cost.pieces import NOT_HELD, Grid, Piece
 from torchbudget.cost.protocol import ArrayLike, FloatArray, IntArray
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
@@ -84,7 +84,9 @@ class Surface:
         """
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
         reached = 0 if grid is None else grid.most
-        starts = np.array(sorted({*_STARTS, *numbers_up_to(reached)}), np.int64)
+        closer = [round(2 ** (k / 4)) for k in range(4 * reached.bit_length())]
+        closer = [min(n, reached) for n in closer]
+        starts = np.array(sorted({*_STARTS, *closer}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
         # Below more samples that a piece holds, one that none does needs what the largest says.
