@@ -130,7 +130,7 @@ class Surface:
         ).pruned()
         if grid is None or grid.reached == MAX_BYTES:
             return surface
-        fitting = surface.capacities(grid.reached)
+        fitting = surface.capacities(int(grid.reached * scale + offset))
         return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
