@@ -70,9 +70,11 @@ def costs(draw: st.DrawFn, axes: int = 1) -> MeasuredCost:
         values = tuple(map(tuple, (draw(st.integers(0, 10**6)) + stairs).tolist()))
         raised = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 1e5]))
         reached = draw(st.sampled_from([MAX_BYTES, 10**6]))
+        ends = tuple(draw(st.sampled_from([16, 64])) for _ in values)
         grid = Grid(
-            sizes, (numbers,) * len(values), values, 64, draw(st.booleans()), reached, *raised
-        )
+            sizes, (numbers,) * len(values), values, 64, draw(st.booleans()), reached, *raised,
+            ends=ends,
+        )  # fmt: skip
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(LARGEST,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),

@@ -19,7 +19,7 @@ from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
-from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see what pieces hold.
 _DRAWN: Final = 400
@@ -44,7 +44,7 @@ _LEAST_SECONDS: Final = 0.5
 # Of a CTC model with strides, 8 held-out shapes showed 0.4 % of the 2.5 % that others were too low;
 # of an LSTM, 24 showed 0.4 of 1.0 %.
 _HELD_OUT: Final = 64
-_LEAST_HELD_OUT: Final = 6  # where time is up
+_LEAST_HELD_OUT: Final = 12  # where time is up
 # Beyond these the kept sums are looked for, too: of many samples others are the peak.
 _MANY: Final = 2**20
 
@@ -82,7 +82,7 @@ class Covering:
     _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
-    _reached: int = MAX_BYTES  # the most bytes of a trace that was not given up
+    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # of traces not given up
 
     def cover(self) -> None:
         """Trace until every shape of the domain is held by a piece or in the grid.
@@ -306,7 +306,8 @@ class Covering:
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
         by_area = self.grid is None or self.grid.by_area
-        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, self._reached)
+        ends = tuple(self._ends.get(size, self.most_n) for size in every)
+        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, ends=ends)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, float]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
@@ -327,7 +328,7 @@ class Covering:
             try:
                 known[high] = value(high, self._limit(size))
             except UntraceableError:  # it loops over samples, or over their parts
-                self._reached = min(self._reached, math.ceil(known[low]))
+                self._ends[size] = low
                 break
         intervals = list(pairwise(sorted(known)))
         while intervals and self._has_time():
@@ -366,8 +367,8 @@ class Covering:
 
         `by_area` becomes what gives the smaller error.
         """
-        most = min(self._room, self._reached)
-        left = left[(left[:, 0] <= grid.most) & (grid.bytes_at(left) <= most)]
+        known = left[:, 0] <= grid.known_at(left[:, 1:])
+        left = left[known & (grid.bytes_at(left) <= self._room)]
         shapes: list[Shape] = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             late = time.process_time() > self._deadline + _MOST_SECONDS / 2
@@ -406,8 +407,8 @@ class Covering:
             why = self.reason and f" ({self.reason})"
             most = format_bytes(math.ceil(self.grid.raised_bytes))
             known = f"up to {self.grid.most:,} samples"
-            if self._reached < MAX_BYTES:
-                known += f" and {format_bytes(self._reached)}"
+            if self._ends:
+                known += f", {min(self._ends.values()):,} of some sizes"
             self.subject.notes.append(
                 f"interpolated where no expression holds{why}, for batches of {known}; the "
                 f"largest error on {self._num_held_out} other shapes, "

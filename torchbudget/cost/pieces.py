@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
@@ -158,12 +158,13 @@ class Grid:
         numbers: of samples of each column, ascending, two or more; none where nothing was measured.
             Columns are in the order of `itertools.product(*sizes)`.
         values: bytes at each of them.
-        most: samples up to which bytes are known.
+        most: samples up to which bytes are known at the most.
         by_area: whether bytes are linear in sizes where n · L₁ ⋯ is the same, else where n is.
         reached: the most bytes that were measured; beyond them nothing is known.
         raised_share: all bytes are raised by the smaller one of this share, the largest error on
             other shapes,
         raised_bytes: and of these bytes, the largest error there in bytes.
+        ends: samples up to which the bytes of each column are known; empty: `most` of each.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -174,6 +175,7 @@ class Grid:
     reached: int = MAX_BYTES
     raised_share: float = 0.0
     raised_bytes: float = 0.0
+    ends: tuple[int, ...] = ()
 
     @property
     def floor(self) -> float:
@@ -189,27 +191,49 @@ class Grid:
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² where nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        area = shapes[:, 0].astype(float)
-        corners, shares = [], []
-        for nodes, sizes in zip(self.sizes, shapes[:, 1:].T, strict=True):
-            known = np.array(nodes)
-            inside = np.clip(sizes, known[0], known[-1])
-            below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
-            above = np.minimum(below + 1, len(known) - 1)
-            corners.append((below, above))
-            shares.append((inside - known[below]) / np.maximum(known[above] - known[below], 1))
-            if self.by_area:
-                area *= inside
+        area = shapes[:, 0] * self._areas(shapes[:, 1:])
         total = np.zeros(len(shapes))
-        for bits in product((0, 1), repeat=len(self.sizes)):
-            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
-            pairs = zip(shares, bits, strict=True)
-            weight = np.prod([share if bit else 1 - share for share, bit in pairs], axis=0)
-            columns = np.ravel_multi_index(at, tuple(map(len, self.sizes)))
+        for columns, weight in self._corners(shapes[:, 1:]):
             for column in np.unique(columns[weight > 0]).tolist():
                 mine = (columns == column) & (weight > 0)
                 total[mine] += weight[mine] * self._along(column, area[mine])
         return total + np.minimum(self.raised_share * total, self.raised_bytes)
+
+    def known_at(self, sizes: IntArray) -> IntArray:
+        """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
+        known = np.full(len(sizes), float(self.most))
+        ends = np.array(self.ends or [self.most] * len(self.numbers), float)
+        area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
+        row = np.arange(len(sizes))
+        for columns, weight in self._corners(sizes):
+            ended = (ends[columns] < self.most) & (weight > 0)
+            fewer = np.minimum(known, ends[columns] * area[row, columns])
+            known = np.where(ended, fewer, known)
+        return known.astype(np.int64)
+
+    def _areas(self, sizes: IntArray) -> FloatArray:
+        """What n is multiplied by in between two sizes: L₁ ⋯, or 1; shape `(S,)`."""
+        if not self.by_area:
+            return np.ones(len(sizes))
+        ends = zip(*((nodes[0], nodes[-1]) for nodes in self.sizes), strict=True)
+        areas: FloatArray = np.clip(sizes, *map(np.array, ends)).prod(axis=1).astype(float)
+        return areas
+
+    def _corners(self, sizes: IntArray) -> Iterator[tuple[IntArray, FloatArray]]:
+        """The columns around each size, and their weights, shape `(S,)`, corner by corner."""
+        corners, shares = [], []
+        for nodes, own in zip(self.sizes, sizes.T, strict=True):
+            known = np.array(nodes)
+            inside = np.clip(own, known[0], known[-1])
+            below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
+            above = np.minimum(below + 1, len(known) - 1)
+            corners.append((below, above))
+            shares.append((inside - known[below]) / np.maximum(known[above] - known[below], 1))
+        for bits in product((0, 1), repeat=len(self.sizes)):
+            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
+            pairs = zip(shares, bits, strict=True)
+            weight = np.prod([share if bit else 1 - share for share, bit in pairs], axis=0)
+            yield np.ravel_multi_index(at, tuple(map(len, self.sizes))), weight
 
     def _along(self, column: int, area: FloatArray) -> FloatArray:
         if not self.numbers[column]:
