@@ -325,8 +325,11 @@ class Covering:
             slope = max((known[high] - known[low]) / (high - low), 1e-9)
             aim = high + (self._room - known[high]) / slope
             low, high = high, int(min(max(aim, 2 * high), 4 * high, most))
+            trace, limit = self._concrete.get((low, *size)), self._limit(size)
             try:
-                known[high] = value(high, self._limit(size))
+                if trace is not None and trace.seconds * high > limit * low:
+                    raise UntraceableError("it would take too long")
+                known[high] = value(high, limit)
             except UntraceableError:  # it loops over samples, or over their parts
                 self._ends[size] = low
                 break
