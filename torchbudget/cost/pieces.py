@@ -212,7 +212,7 @@ class Grid:
         return known.astype(np.int64)
 
     def _areas(self, sizes: IntArray) -> FloatArray:
-        """What n is multiplied by in between two sizes: L₁ ⋯, or 1; shape `(S,)`."""
+        """The factor of n that is kept in between two sizes, L₁ ⋯ or 1; shape `(S,)`."""
         if not self.by_area:
             return np.ones(len(sizes))
         ends = zip(*((nodes[0], nodes[-1]) for nodes in self.sizes), strict=True)
