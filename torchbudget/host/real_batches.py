@@ -21,7 +21,7 @@ from torchbudget.errors import CollateError, OptionError, SizesError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import MapStyle
 
-_DISTINCT: Final = 16  # samples of which a batch of one size is made, however large it is
+_DISTINCT: Final = 16  # samples of a batch of one size, which takes them again: limits reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,6 @@ class Windows(ABC):
         self.samples = (order + np.arange(windows)[:, None] * self.length).reshape(-1)
         flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
-        # Runs that the summed limits beside a padded budget allow.
         self.ends: IntArray = np.array([-1])
         self.summed = rules.longest_summed(self.sizes) if rules.packing is None else None
 
