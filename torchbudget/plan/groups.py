@@ -159,7 +159,7 @@ class Groups:
     ) -> int | None:
         """The group of the next window, drawn in proportion to the samples that are left of it.
 
-        So all orders of all windows are alike, and the choice depends on `done` alone.
+        Every order of the windows is equally likely, and the choice depends on `done` alone.
 
         Args:
             done: samples of each group that earlier windows have.

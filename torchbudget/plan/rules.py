@@ -157,7 +157,7 @@ class BatchRules:
         """The shapes that `max_shapes` lists, the fewest rows first.
 
         Raises:
-            OptionError: it goes not together with the other rules, or a shape does not.
+            OptionError: it does not go together with the other rules, or a shape exceeds a limit.
         """
         given: Any = self.max_shapes
         if given is None:
