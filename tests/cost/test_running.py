@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from torchbudget import measure_cost
+from tests.support.costs import measured
+from tests.support.fake_device import FakeDevice, put_in_place
+from torchbudget import PaddedCost, measure_cost
 from torchbudget.cost import running
+from torchbudget.cost.running import ProbeOutOfMemoryError, reserve_of
+from torchbudget.cost.subject import Domain, Subject
 from torchbudget.errors import CostError
+from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import Peak
+from torchbudget.restoring import TrainingState
 
 MIB = 2**20
 
@@ -112,6 +118,33 @@ def test_a_largest_size_that_does_not_fit_is_noted(monkeypatch: pytest.MonkeyPat
     assert cost.capacity([64, 4096], 900 * MIB).tolist()[1] == 0
     assert cost.capacity(64, 900 * MIB) > 0
     assert max(machine.peaks) <= 900 * MIB
+
+
+@pytest.mark.parametrize(("wasted", "fits"), [(1.0, 1.0), (1.2, 1.0), (1.2, 0.75), (1.6, 0.6)])
+def test_gaps_between_shapes_in_turn_are_added(
+    wasted: float, fits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that are planned with them fit, and fill the budget; larger ones fail on the card."""
+    put_in_place(monkeypatch, FakeDevice())
+    room = 900 * MIB
+    state = TrainingState(a_step)
+    domain = Domain.of(1024, 1)
+    subject = Subject(a_step, lambda n, size: torch.zeros(n, size, 8), domain, state, state.device)
+    cost = measured(PaddedCost(fixed_bytes=100 * MIB, unit_bytes=4000))
+
+    class Card:
+        def __init__(self) -> None:
+            self.memory = device_memory("cuda")
+
+        def peak_of(self, shapes: list[tuple[int, tuple[int]]]) -> Peak:
+            most = max(int(cost.batch_bytes(n, size)) for n, [size] in shapes)
+            if most > 1.001 * fits * room:
+                raise ProbeOutOfMemoryError
+            return Peak(bytes=int(wasted * most))
+
+    reserve = reserve_of(cost, Card(), subject, room)  # type: ignore[arg-type]
+    n = int(cost.capacity(64, room - reserve))
+    assert 0.95 * room <= wasted * int(cost.batch_bytes(n, 64)) <= room
 
 
 @pytest.mark.parametrize("stated", [True, False])

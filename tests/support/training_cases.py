@@ -302,3 +302,17 @@ CASES: dict[str, Callable[[], Training]] = {
     "heavy": heavy,
     "graphs": partial(graphs, 200, 800),
 }
+
+# On an H200 (torch 2.11, CUDA 13.0): n, the size, and the most MiB that a step allocated, of which
+# workspaces of cuBLAS take 65.
+ON_A_CARD: dict[str, list[tuple[int, Any, float]]] = {
+    "decoder, scores kept": [(107, 512, 3041.4), (1403, 102, 3063.9)],
+    "encoder, bfloat16": [(548, 512, 2794.3), (2753, 102, 2796.5)],
+    "encoder, checkpointed": [(906, 512, 3065.5), (4547, 102, 3065.0)],
+    "encoder, foreach": [(419, 512, 3063.7), (2104, 102, 3066.5)],
+    "encoder and decoder": [(278, (256, 256), 3059.3), (2811, (51, 51), 3066.6)],
+    "waves": [(1003, 16_000, 3073.6), (5015, 3200, 3073.6)],
+    "images": [(151, (256, 256), 3048.3)],
+    "heavy": [(12_000, 1000, 1531.7), (12_000, 200, 945.8)],
+    "graphs": [(2541, (200, 800), 3073.4), (12_000, (40, 160), 2907.0)],
+}

@@ -13,6 +13,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+from torch._decomp.decompositions import matmul as _python_matmul
 from torch.nn import functional as F  # noqa: N812  (torch's own usage)
 
 _ATEN: Final = torch.ops.aten
@@ -27,11 +28,14 @@ def mended() -> Iterator[None]:
         stack.enter_context(patch.object(F, "one_hot", _one_hot))
         stack.enter_context(patch.object(torch, "from_numpy", _from_numpy))
         stack.enter_context(patch.object(torch._VF, "stft", _stft))
+        stack.enter_context(patch.object(torch, "matmul", _matmul))
+        stack.enter_context(patch.object(torch.Tensor, "matmul", _matmul))
+        stack.enter_context(patch.object(torch.Tensor, "__matmul__", _matmul))
         yield
 
 
 _python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F.one_hot
-_torch_from_numpy = torch.from_numpy
+_torch_from_numpy, _torch_matmul = torch.from_numpy, torch.matmul
 
 
 def _len(one: Any) -> Any:
@@ -40,6 +44,13 @@ def _len(one: Any) -> Any:
     if isinstance(first, torch.SymInt):
         return first
     return _python_len(one)
+
+
+def _matmul(input: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Tensor:  # noqa: A002
+    """`torch.matmul` of batches of matrices; before torch 2.13, its C++ takes only numbers."""
+    if input.dim() > 2 and other.dim() > 2 and not options:
+        return _python_matmul(input, other)  # type: ignore[no-any-return]
+    return _torch_matmul(input, other, **options)
 
 
 def _from_numpy(array: Any) -> torch.Tensor:

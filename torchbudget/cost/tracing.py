@@ -33,7 +33,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchbudget.cost.agree import bucket_bytes, reducing
-from torchbudget.cost.as_on_cuda import CUDA_BLOCK_BYTES, as_on_cuda, check_not_recurrent
+from torchbudget.cost.as_on_cuda import (
+    CUDA_BLOCK_BYTES,
+    TEMPORARIES,
+    as_on_cuda,
+    check_not_recurrent,
+)
 from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
 from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
@@ -43,8 +48,8 @@ from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState, reachable
 
-# Torch's allocator on the CPU rounds a block up to this.
-_CPU_BLOCK: Final = 64
+# Torch's allocators round a block up to this.
+_BLOCKS: Final = {"cuda": CUDA_BLOCK_BYTES, "cpu": 64}
 
 # A gradient scaler's operations: are the gradients finite, which the trace assumes; the next scale.
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -281,7 +286,7 @@ class Tracer:
         until: float,
     ) -> tuple[Trace, int]:
         with self._undisturbed():
-            counter = _Counter(self._state.device, self._granularity, env, integer, until)
+            counter = _Counter(self._state.device, self._target, env, integer, until)
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
                 for tensor in self._state.tensors():
@@ -305,10 +310,6 @@ class Tracer:
                 starts.append(len(counter.events))
             del buckets
         return counter.trace(env, symbols, shape, (starts[0], starts[1])), counter.integers
-
-    @property
-    def _granularity(self) -> int:
-        return {"cuda": CUDA_BLOCK_BYTES, "cpu": _CPU_BLOCK}.get(self._target.type, 1)
 
     def _run(self, batch: Any, counter: _Counter, *, symbolic: bool) -> None:
         try:
@@ -416,15 +417,16 @@ class _Counter(TorchDispatchMode):
     """Records when storages of fake tensors on a device are allocated and freed."""
 
     def __init__(
-        self, device: torch.device, granularity: int, env: Any, integer: int, until: float
+        self, device: torch.device, target: torch.device, env: Any, integer: int, until: float
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         # Reads the environment, and is imported by no one where there is no optimizer.
         from torch._functorch import config as functorch_config
         from torch.utils.flop_counter import flop_registry
 
-        self._device, self._granularity, self._integer = device.type, granularity, integer
-        self._until = until
+        self._device, self._integer, self._until = device.type, integer, until
+        self._granularity = _BLOCKS.get(target.type, 1)
+        self._temporaries = TEMPORARIES if target.type == "cuda" else {}
         self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
         # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
         # Python may ask for more, as `expand`, whose C++ takes only numbers.
@@ -545,9 +547,11 @@ class _Counter(TorchDispatchMode):
             self._no_infinity[args[1].untyped_storage()] = True
         self.fakes.cache_enabled = self._apart.get(func, False)
         replaced = self._mended.get(func) or _WITHOUT_VALUES.get(func, func)
+        temporary = self._temporaries.get(func)
         with self._python():
+            beside = temporary(args) if temporary is not None else None  # freed on return
             outputs = replaced(*args, **kwargs)
-        leaves = [one for one in tree_leaves(outputs) if isinstance(one, FakeTensor)]
+        leaves = [one for one in tree_leaves((outputs, beside)) if isinstance(one, FakeTensor)]
         for one in leaves:
             self.count(one)
         if func not in self._apart:
