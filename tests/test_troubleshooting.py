@@ -31,9 +31,9 @@ def section(name: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_class_is_explained(name: str) -> None:
-    """Its message, its cause and what to do."""
+    """Its message, its cause and its fix."""
     labels = re.findall(r"^- \*\*(.+?):\*\* \S", section(name), re.MULTILINE)
-    assert labels == ["Message", "Cause", "What to do"]
+    assert labels == ["Message", "Cause", "Fix"]
 
 
 def test_the_page_explains_nothing_else() -> None:
