@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -41,6 +41,26 @@ def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
     assert whole == list(loader_of(make(kind), workers))
     for done in range(1, len(whole) - 3, 16):
         assert in_parts(partial(make, kind), [done, 3], loop=loop) == whole
+
+
+@pytest.mark.parametrize("done", [1, 4])
+def test_it_goes_on_out_of_order(done: int) -> None:
+    """Every sample once, though the order of batches is unknown."""
+    loop = partial(tracked_loop, workers=2, in_order=False)
+    found = in_parts(make, [done], loop=loop)
+    assert sorted(chain.from_iterable(found)) == sorted(chain.from_iterable(loop(make())))
+
+
+def test_whole_windows_go_on_on_other_ranks() -> None:
+    """Where every worker is at a window's boundary: here each batch is a window."""
+    options = {"window": 4, "budget": 10_000}
+    whole, stream = begun_at(4, **options)
+    begun, state = whole[:4], stream.state_dict()
+    for rank in range(2):
+        other = make(**options, num_replicas=2, rank=rank)
+        other.load_state_dict(state)
+        begun += tracked_loop(other, 2)
+    assert sorted(chain.from_iterable(begun)) == sorted(chain.from_iterable(whole))
 
 
 class Foreign:
