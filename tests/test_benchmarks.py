@@ -21,6 +21,7 @@ TINY = {
     "ranks": "--samples 4096 --few 4096 --most-ranks 2",
     "rank_speed": "--samples 60 --max-length 200 --mib 48 --step 16 --repetitions 1",
     "fairness": "--samples 4096 --epochs 1",
+    "scatter": "--samples 4096",
     "plan_step": "--samples 512 --seeds 1",
     "packing": "--samples 2000 --peer-samples 300 --repetitions 1",
     "several_axes": "--samples 600 --window 512",
@@ -43,6 +44,7 @@ TINY = {
 EXACT = {
     "gradient_error": "error",
     "padding": "over the budget",
+    "scatter": "excess",
     "several_axes": "over the budget",
     "several_limits": "over the budget",
     "few_shapes": "over the budget",

@@ -25,6 +25,7 @@ ALL = (
     "ranks",
     "rank_speed",
     "fairness",
+    "scatter",
     "plan_step",
     "packing",
     "several_axes",
