@@ -89,6 +89,7 @@ def test_recording_replaces_the_table(tmp_path: Path) -> None:
 def test_every_benchmark_is_run_here() -> None:
     """A new script does not go untested, and its docstring holds what was measured."""
     scripts = {path.stem for path in BENCHMARKS.glob("[!_]*.py")} - {"record"}
-    assert scripts == {*TINY, "train_text_compared"}  # this one runs in test_examples.py
+    # These run in test_examples.py, and on a GPU alone.
+    assert scripts == {*TINY, "train_text_compared", "on_gpu"}
     for name in scripts:
         assert "Hardware:" in (BENCHMARKS / f"{name}.py").read_text()

@@ -216,7 +216,12 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,  # noqa: ARG001  (which fused kernels compute again)
+    dropout_p: float = 0.0,  # which fused kernels compute again
     **options: Any,
 ) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.requires_grad:  # which no fused kernel takes
+        scale = options.get("scale") or query.shape[-1] ** -0.5
+        scores = (query * scale**0.5) @ (key * scale**0.5).transpose(-2, -1)
+        scores = torch.ops.aten._safe_softmax(scores.add_(attn_mask), -1)
+        return F.dropout(scores, dropout_p) @ value
     return torch_attention(query, key, value, attn_mask, **options)
