@@ -115,12 +115,19 @@ def grouped(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     return torch._grouped_mm(rows, experts, offs=torch.arange(1, 5, dtype=torch.int32))
 
 
+def products(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    heads = layer(x).unflatten(-1, (4, 4)).transpose(1, 2)
+    weights = (heads @ heads.mT).softmax(-1)
+    return torch.matmul(weights, heads) + weights.matmul(heads[0, :1])
+
+
 @pytest.mark.parametrize(
-    "forward", [padded, interpolated, resized, one_hot, contrastive, capacity, biased, grouped],
+    "forward",
+    [padded, interpolated, resized, one_hot, contrastive, capacity, biased, grouped, products],
     ids=lambda one: one.__name__,
 )  # fmt: skip
 def test_what_is_mended(forward: Any) -> None:
-    """Functions that take only numbers: padding, interpolation, one_hot, len, and rounding."""
+    """Functions that take only numbers: padding, interpolation, one_hot, len, products, rounding."""
     shapes = [(11, 50), (7, 33), (64, 200), (2, 17)]
     compare(training(forward, nn.Linear(16, 16)), frames, shapes)
 
