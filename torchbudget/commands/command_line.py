@@ -24,7 +24,6 @@ _COMMANDS: Final = {
     "watch": WATCH,
     "report": REPORT,
 }
-_USED_WRONGLY: Final = 2
 _EPILOG: Final = """\
 exit codes: 0: done; 1: the answer is no (a check failed, sizes do not fit, a step cannot be
 measured); 2: used wrongly. Results go to stdout, messages to stderr."""
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             answer = options.run(options)
     except TorchBudgetError as error:
         _say(error)
-        return _USED_WRONGLY
+        return 2  # used wrongly
     _write(answer.text)
     for line in answer.failed:
         _say(line)

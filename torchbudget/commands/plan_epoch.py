@@ -125,5 +125,4 @@ def read_sizes(name: str) -> Sizes:
         raise OptionError(f"{name} has no sizes in it: {error}") from error
 
 
-_HELP: Final = "an epoch under a budget"
-PLAN: Final = Command(_HELP, _DESCRIPTION, _add_arguments, _run)
+PLAN: Final = Command("an epoch under a budget", _DESCRIPTION, _add_arguments, _run)

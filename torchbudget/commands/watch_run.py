@@ -171,7 +171,5 @@ def _failed(run: MonitorReport) -> Iterator[str]:
             yield f"{limit.name}: {used} were used of {amount}"
 
 
-_WATCH_HELP: Final = "the memory of any command, while it runs"
-WATCH: Final = Command(_WATCH_HELP, _WATCH, _add_to_watch, _watch)
-_REPORT_HELP: Final = "the file that a monitor has written"
-REPORT: Final = Command(_REPORT_HELP, _REPORT, _add_to_report, _report)
+WATCH: Final = Command("the memory of any command, while it runs", _WATCH, _add_to_watch, _watch)
+REPORT: Final = Command("the file that a monitor has written", _REPORT, _add_to_report, _report)
