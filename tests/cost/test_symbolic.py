@@ -127,7 +127,7 @@ def products(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     ids=lambda one: one.__name__,
 )  # fmt: skip
 def test_what_is_mended(forward: Any) -> None:
-    """Functions that take only numbers: padding, interpolation, one_hot, len, products, rounding."""
+    """Functions that take only numbers: padding, interpolation, one_hot, len, products."""
     shapes = [(11, 50), (7, 33), (64, 200), (2, 17)]
     compare(training(forward, nn.Linear(16, 16)), frames, shapes)
 

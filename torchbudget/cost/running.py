@@ -515,7 +515,7 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
 def _reserve(
     cost: MeasuredCost, runner: StepRunner, memory: DeviceMemory, subject: Subject, room: int
 ) -> int | None:
-    """What shapes in turn need beyond the cost of the largest; `None` if small ones do not fit."""
+    """Bytes of shapes in turn beyond the cost of the largest; `None` if small ones do not fit."""
     drawn = np.random.default_rng(0).permutation(subject.domain.draw(_TURNS, 1)[:, 1:])
     sizes = [(*size,) for size in drawn.tolist()]
     asked = drawn if cost.axes > 1 else drawn[:, 0]
