@@ -29,7 +29,7 @@ from torchbudget.train.predict import predict
 from torchbudget.train.summary import memory_summary
 from torchbudget.units import GiB, MiB, format_bytes, parse_bytes
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BudgetedIterableDataset",
