@@ -94,6 +94,15 @@ def test_wrong_use_is_refused_before_the_training(asked, told, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_the_first_lines_of_the_readme():
+    """They print every batch, and each is a batch of different length."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    printed = printed_by(["-W", "error", "-c", code])
+    shapes = re.findall(r"num_samples=(\d+), {ids: int64\[\1, (\d+)\]", printed)
+    assert len(shapes) == len(printed.splitlines()) > 3
+    assert len({length for _, length in shapes}) == len(shapes)
+
+
 def test_text_is_learned_under_a_budget():
     """Two epochs of two steps; the real peak is within the budget."""
     printed = example("train_text", *TINY)
