@@ -78,6 +78,7 @@ class Run:
         shapes: samples and padded length of every micro-batch, in order, `(batches, 2)`.
         batch_tokens: bytes of text in each, without padding, `(batches,)`.
         times_s: when each micro-batch began and the last one ended, `(batches + 1,)`.
+        cpu_s: what the process computed meanwhile, on all its threads.
         steps: optimizer steps.
         peak_bytes: the process's peak of memory in training and evaluation.
         loss: nats for each byte of the held-out texts.
@@ -88,6 +89,7 @@ class Run:
     shapes: npt.NDArray[np.int64]
     batch_tokens: npt.NDArray[np.int64]
     times_s: npt.NDArray[np.float64]
+    cpu_s: float
     steps: int
     peak_bytes: int
     loss: float
@@ -182,8 +184,10 @@ def run(
 
     common: dict[str, Any] = {"weight": num_tokens, "device": options.device}
     with peak_memory(options.device) as peak:
+        began_s = time.process_time()
         done = train_epoch(model, loader, criterion, accumulator, progress=True, **common)
         times_s.append(time.perf_counter())
+        cpu_s = time.process_time() - began_s
         loss = evaluate(model, held_out_loader, loss_sum, **common)
     return Run(
         cost=cost,
@@ -191,6 +195,7 @@ def run(
         shapes=np.array(shapes),
         batch_tokens=np.array(tokens),
         times_s=np.array(times_s),
+        cpu_s=cpu_s,
         steps=len(done),
         peak_bytes=peak.bytes,
         loss=loss,
@@ -215,6 +220,7 @@ def report(runs: dict[str, Run], budget_bytes: int, path: Path | None) -> None:
     row("held-out loss", lambda run: f"{run.loss:.3f}")
     row("seconds of measuring", lambda run: f"{run.measuring_s:.1f}" if run is ours else "–")
     row("seconds of training", lambda run: f"{run.training_s:.1f}")
+    row("seconds of CPU", lambda run: f"{run.cpu_s:.1f}")
     row("tokens/s", lambda run: f"{run.batch_tokens.sum() / run.training_s:,.0f}")
     row("time / torchbudget's", lambda run: f"{run.training_s / ours.training_s:.2f}")
     results.bar("higher peak / budget", max(r.peak_bytes for r in runs.values()) / budget_bytes, 1)
