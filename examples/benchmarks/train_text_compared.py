@@ -6,11 +6,11 @@ process. Only the micro-batches differ. Nobody may exceed the budget, so a fixed
 number of the *longest* samples that fit, and a limit of tokens is that number times their length.
 How do padding, peak memory, time and the loss on held-out texts differ?
 
-Command: OMP_NUM_THREADS=1 python examples/benchmarks/train_text_compared.py [--budget BYTES]
-[--plot PNG] [--device cuda] [--json PATH]
+Command: python examples/benchmarks/train_text_compared.py [--budget BYTES] [--plot PNG]
+[--device cuda] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU. Seconds are those of
-the processor, since other work ran on both cores; with `--device cuda` those on the clock.
+Hardware: one core of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU. Seconds are those of
+the processor, which other work does not change much; with `--device cuda` those on the clock.
 
                           torchbudget  fixed batches  grouped by length  token limit
     optimizer steps                 2              2                  2            2
@@ -164,6 +164,7 @@ def run(
 ) -> Run:
     """Train a new model for one epoch, and evaluate it; without a cost, measure it before."""
     configure_allocators()
+    torch.set_num_threads(1)  # waiting threads would count as seconds of the processor
     clock = time.perf_counter if options.device == "cuda" else time.process_time
     torch.manual_seed(options.seed)
     data, held_out = (ByteData(part, options.max_length) for part in (texts, held_out_texts))
