@@ -16,7 +16,7 @@ from torchbudget.data.sampler import MemoryBudgetBatchSampler, best_shapes
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.errors import TorchBudgetError
-from torchbudget.host.loader import loader
+from torchbudget.host.loader import loader, predict
 from torchbudget.host.options import loader_options
 from torchbudget.machine.allocators import configure_allocators
 from torchbudget.observe.monitor import MemoryMonitor
@@ -25,7 +25,6 @@ from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
 from torchbudget.train.loop import evaluate, warm_up
-from torchbudget.train.predict import predict
 from torchbudget.train.summary import memory_summary
 from torchbudget.units import GiB, MiB, format_bytes, parse_bytes
 

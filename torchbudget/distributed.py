@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 # More numbers are gradients, which their parameters keep: see `keep`.
 _FEW: Final = 64
+# Bytes that a rank sends in one collective: a few of them for many small items, while their copies
+# take little memory beside the items.
+_PIECE_BYTES: Final = 64 * 2**20
 
 
 def is_distributed() -> bool:
@@ -243,16 +246,18 @@ class Ranks:
 
     Args:
         group: of processes. Default: that of all, where `torch.distributed` is initialized.
+        alone: this process is the only one, whatever `torch.distributed` has joined.
 
     Attributes:
         group: as given.
         rank: the number of this rank.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, alone: bool = False) -> None:
+        joined = is_distributed() and not alone
         self.group = group
-        self._number = torch.distributed.get_world_size(group) if is_distributed() else 1
-        self.rank = torch.distributed.get_rank(group) if is_distributed() else 0
+        self._number = torch.distributed.get_world_size(group) if joined else 1
+        self.rank = torch.distributed.get_rank(group) if joined else 0
 
     def __len__(self) -> int:
         return self._number
@@ -296,6 +301,23 @@ class Ranks:
     def gather_objects(self, mine: Any) -> list[Any]:
         """The object of each rank, on every rank; one collective of pickled objects."""
         return gathered(mine, self.group) if self._number > 1 else [mine]
+
+    def gather_in_pieces(self, mine: list[bytes]) -> Iterator[bytes]:
+        """Yield the items of all ranks, in collectives of at most 64 MiB of each, or of one item.
+
+        Exhaust the iterator.
+
+        Args:
+            mine: items of this rank; emptied.
+        """
+        while any(self.gather_objects(bool(mine))):
+            piece: list[bytes] = []
+            room = _PIECE_BYTES
+            while mine and (not piece or len(mine[-1]) <= room):
+                piece.append(mine.pop())
+                room -= len(piece[-1])
+            for received in self.gather_objects(piece):
+                yield from received
 
     def on_host(self) -> Ranks:
         """Return the same ranks, joined by a process group on the host; a collective."""

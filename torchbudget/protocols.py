@@ -129,6 +129,12 @@ class StepSource(Protocol):
 class IndexSource(Protocol):
     """A sampler that knows which samples each batch of an epoch has: see `predict`, `warm_up`."""
 
+    def __len__(self) -> int: ...
+
+    @property
+    def batches_left(self) -> int:
+        """How many batches the next `iter()` reads."""
+
     @property
     def num_replicas(self) -> int:
         """Ranks that share the epoch."""
@@ -142,6 +148,9 @@ class IndexSource(Protocol):
 
     def tracked(self, loader: Any, /) -> Any:
         """Begin a loop over a loader, whose `last` has the `indices` of the batch that came."""
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        """Go on from a saved position."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""

@@ -62,7 +62,7 @@ def test_it_is_the_model_one_sample_at_a_time(plan: Any) -> None:
 
     found = predict(noted, loader_of(sizes, budget, cost, **options))
     assert not any(one.requires_grad or one.is_inference() for one in found)  # to be trained on
-    torch.testing.assert_close(found, one_by_one(model, sizes), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(list(found), one_by_one(model, sizes), rtol=1e-12, atol=1e-13)
     assert all(int(cost.batch_bytes(*shape)) <= budget for shape in seen)
 
 
@@ -114,7 +114,7 @@ def test_workers_read_ahead(persistent: bool) -> None:
     for _ in loader:
         break
     for _ in range(2):
-        torch.testing.assert_close(predict(model, loader), expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close([*predict(model, loader)], expected, rtol=1e-12, atol=1e-13)
     assert loader.batch_sampler.epoch == 0
 
 

@@ -1,19 +1,21 @@
-"""`loader`: a data set, a training step and a budget make a `DataLoader` of batches that fit."""
+"""`loader` and `predict`: batches that fit, or outputs, of a data set, a step and a budget."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -33,8 +35,11 @@ from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes.sizes_of import SizeDataset, spread
 from torchbudget.distributed import Ranks
+from torchbudget.dtensors import local_part
 from torchbudget.errors import BudgetError, CostError, OptionError
+from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
 from torchbudget.machine.device import is_cpu
@@ -43,11 +48,15 @@ from torchbudget.progress import say
 from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
+from torchbudget.train.loop import evaluation_mode, modules_of
+from torchbudget.train.predict import Forward, Split, outputs_of
 from torchbudget.units import Amount, format_bytes
 
 _OPTIONS: Final = {*signature(MemoryBudgetBatchSampler).parameters} - {"sizes", "cost", "budget"}
 # Options of a loader that is given in place of the data set; the second ones need workers.
 _OF_LOADERS: Final = ("num_workers", "pin_memory", "worker_init_fn")
+_TEXTS: Final = 1000  # that are tokenized at once
+_OBJECT_BYTES: Final = 1024  # of a small tensor, beside its values
 _OF_WORKERS: Final = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
 
 
@@ -116,10 +125,11 @@ def loader(
         workers = _taken_from(dataset, options) | workers
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
-    ranks = Ranks()
+    ranks, reserve = Ranks(), 0
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # samples may draw
         with ranks.together():
+            samples = _tokenized(samples, tokenizer)
             batches = RealBatches.of(
                 samples, size, collate_fn, tokenizer,
                 multiple=size_multiple_of(options.get("size_multiple", 1)),
@@ -131,6 +141,10 @@ def loader(
             cost = step
         else:
             device = TrainingState(step).device if device is None else torch.device(device)
+            if isinstance(step, Forward):
+                with ranks.together():
+                    reserve = _output_bytes(step, batches)
+                    budget = _less(budget, reserve) if is_cpu(device) else budget
             _check_machine(budget, device, ranks)
             cost = _measured(step, make_batch, batches, budget, device, cost_cache, ranks)
         if isinstance(cost, MeasuredCost) and isinstance(batches.collate, PackCollate):
@@ -152,6 +166,7 @@ def loader(
                 worker_init_fn=workers.get("worker_init_fn"),
                 multiprocessing_context=workers.get("multiprocessing_context"),
                 max_workers=workers.get("num_workers"),
+                reserve=reserve,
             )  # fmt: skip
     workers = {"pin_memory": torch.device(device or "cpu").type == "cuda"} | workers | {**chosen}
     if not workers.get("num_workers"):
@@ -159,6 +174,98 @@ def loader(
     if not ranks.rank:
         say(_summary(batches, cost, sampler, chosen))
     return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
+
+
+def predict(
+    model: Callable[[Any], Any],
+    data: MapStyle | DataLoader[Any],
+    budget: MemoryBudget | Amount | None = None,
+    *,
+    split_outputs: Split | None = None,
+    gather: Literal["all", "first"] = "all",
+    device: torch.device | str | None = None,
+    group: Any = None,
+    progress: bool = True,
+    folder: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    """The model's output for every sample, in the data set's order, on any number of ranks.
+
+    `predict(model, dataset, budget)` measures the forward and plans batches that fit, as `loader`
+    does. `predict(model, loader)` takes the batches of a loader as they are.
+
+    The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
+    `torch.inference_mode()` could not be used to train on.) Afterwards every module is in the mode
+    that it was in, and the sampler where it was, also within a loop over it.
+
+    With several ranks every rank must call it. If one fails, all of them raise when the others are
+    done with their batches.
+
+    Args:
+        model: called with each batch. A module, or a function such as
+            `lambda batch: model(batch["ids"])`; the modules that it refers to are found as
+            `measure_cost` finds them.
+        data: a data set of N samples, or a `DataLoader` of one, as `loader` takes them: with a
+            budget. Without one, a `DataLoader` over a map-style data set whose `batch_sampler` is
+            a `MemoryBudgetBatchSampler` that yields every sample once. `shuffle=False` has the
+            least padding. The collate must keep the order of its samples.
+        budget: as that of `loader`. Bytes of the outputs, which stay in memory, are taken off the
+            host's part; on the CPU off the device's part.
+        split_outputs: `split_outputs(outputs, batch)` returns a sequence of one output for each
+            sample of the batch. Default: row i of every tensor in the outputs, which may be a
+            tensor or a tuple, list, dict or `ModelOutput` of tensors, all of shape `(n, …)`. Rows
+            of shape `(L, …)` then keep the padding of their batch.
+        gather: "all": every rank returns the outputs; "first": the others return an empty list.
+        device: that batches are moved to; `None`: they are not moved.
+        group: of processes, those that the sampler deals to. Default: all. Not used where the
+            sampler has `num_replicas=1`.
+        progress: show a bar of samples, where tqdm is installed and there is a terminal.
+        folder: that all ranks see, and that keeps outputs, about every hundredth of the pass.
+            After a kill the same call goes on with the samples that are left, on any number of
+            ranks. It is refused where the model's class or values differ, its function's name, the
+            samples' sizes, or the contents of 64 of them.
+        options: those of `loader`, such as `size`, `collate_fn`, `tokenizer` and `max_batch_size`.
+
+    Returns:
+        One tensor of shape `(N, …)`, where the model returns a tensor whose rows are alike in all
+        batches. Else a list of an output for each sample, whose tensors, in any structure that
+        `torch.utils._pytree` knows (a dataclass must be registered there), are each in memory of
+        their own. On the CPU.
+
+    Raises:
+        OptionError: the loader is of another kind, or its epoch leaves out or repeats samples
+            (`oversize="skip"`, `drop_last`, `weights`, `batches_per_epoch`); its ranks are not
+            those of the group; or outputs cannot be split.
+        BudgetError: the outputs alone exceed the budget.
+        StateMismatchError: the folder is of another pass.
+        SampleError: the loader ended before the epoch did.
+        RankError: another rank failed.
+        And what `loader` raises.
+
+    >>> import torchbudget as tb
+    >>> texts = [torch.ones(n) for n in (3, 9, 4, 8, 1)]
+    >>> tokens = tb.PaddedCost(unit_bytes=1)
+    >>> sampler = tb.MemoryBudgetBatchSampler([3, 9, 4, 8, 1], tokens, 18, shuffle=False)
+    >>> batches = DataLoader(texts, batch_sampler=sampler, collate_fn=tb.PadCollate())
+    >>> tb.predict(lambda batch: batch.data.sum(1), batches)
+    tensor([3., 9., 4., 8., 1.])
+    """
+    if gather not in ("all", "first"):
+        raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
+    forward = Forward(model, split_outputs, device)
+    made: Any = data
+    if budget is not None:
+        options = {"shuffle": False, "device": device} | options
+        with evaluation_mode(modules_of(model)):
+            made = loader(data, forward, budget, **options)
+    elif options or not isinstance(data, DataLoader):
+        raise OptionError(
+            "predict needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…, "
+            "shuffle=False) and no options of loader; or bytes, as in predict(model, dataset, "
+            f"'2GiB', tokenizer=tokenizer): got {type(data).__name__}, {sorted(options)}"
+        )
+    opened = None if folder is None else _opened(Path(folder), forward, made)
+    return outputs_of(forward, made, gather=gather, group=group, progress=progress, folder=opened)
 
 
 @dataclass(slots=True)
@@ -224,6 +331,47 @@ def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, An
     options.setdefault("drop_last", given.drop_last)
     say([f"batch_size={given.batch_size} of the loader is ignored: the budget sets it"])
     return {one: getattr(given, one) for one in (*_OF_LOADERS, *_OF_WORKERS)}
+
+
+def _tokenized(dataset: Any, tokenizer: Any) -> Any:
+    """The token ids of a data set of texts; another data set, or without a tokenizer, as it is."""
+    if tokenizer is None or not len(dataset) or not isinstance(dataset[0], str):
+        return dataset
+    found: list[dict[str, Any]] = []
+    for start in range(0, len(dataset), _TEXTS):
+        texts = [dataset[i] for i in range(start, min(start + _TEXTS, len(dataset)))]
+        fields = tokenizer(texts, truncation=True, return_attention_mask=False)
+        # Arrays take a fifth of the memory of lists.
+        rows = zip(*([np.array(ids) for ids in column] for column in fields.values()), strict=True)
+        found += [dict(zip(fields.keys(), row, strict=True)) for row in rows]
+    return found
+
+
+def _output_bytes(forward: Forward, batches: RealBatches) -> int:
+    """Bytes of the outputs of all samples, by those of the smallest and the largest one alone."""
+    rows = batches.rounded()
+    elements = rows.prod(axis=1, dtype=np.float64)
+    each = []
+    for end in (elements.argmin(), elements.argmax()):
+        outputs = forward(batches(1, rows[end]))
+        leaves = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
+        objects = 0 if isinstance(outputs, Tensor) else _OBJECT_BYTES * len(leaves)
+        each.append(objects + sum(one.nbytes for one in leaves))
+    ends = [elements.min(), elements.max()]
+    return int(np.interp(elements, ends, each).sum())
+
+
+def _less(budget: MemoryBudget, outputs: int) -> MemoryBudget:
+    """The budget of a CPU without the bytes of outputs, which stay in memory."""
+    if budget.device is None:
+        return budget
+    if outputs >= budget.device:
+        raise BudgetError(
+            f"the outputs take about {format_bytes(outputs)}, of a budget of "
+            f"{format_bytes(budget.device)}: return less from the model, or call predict on parts "
+            "of the data set"
+        )
+    return replace(budget, device=budget.device - outputs)
 
 
 def _check_machine(budget: MemoryBudget, device: torch.device, ranks: Ranks) -> None:
@@ -313,3 +461,32 @@ def _summary(
     if isinstance(host, LoaderOptions):
         lines.append(f"host   {host.explain().splitlines()[0]}; limited by {host.limited_by}")
     return lines
+
+
+def _opened(folder: Path, forward: Forward, batches: DataLoader[Any]) -> Any:
+    """Return a function of the ranks that opens the folder of this pass."""
+    dataset: Any = batches.dataset
+    random = RandomState.take()  # samples may draw
+    key = {
+        **describe_step(forward),
+        "function": getattr(forward.model, "__qualname__", type(forward.model).__qualname__),
+        "parameters and buffers": _digest(TrainingState(forward).tensors()),
+        "samples": _digest(SizeDataset(dataset, None).samples(spread(len(dataset)))),
+        "torchbudget": torchbudget.__version__,
+    }
+    random.restore()
+    return partial(PieceFolder, folder, key)
+
+
+def _digest(values: Iterable[Any]) -> str:
+    """A digest of the tensors, arrays, numbers and texts in any structure."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves([*values]):
+        one: Any = leaf if isinstance(leaf, (str, bytes, int, float)) else type(leaf).__name__
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            one = leaf.tobytes()
+        elif isinstance(leaf, Tensor):
+            own = local_part(leaf.detach()).contiguous().reshape(-1).view(torch.uint8)
+            one = (tuple(leaf.shape), str(leaf.dtype), int(own.sum()))
+        digest.update(repr(one).encode())
+    return digest.hexdigest()

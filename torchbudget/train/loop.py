@@ -142,6 +142,18 @@ def source_of(loader: Any) -> Any:
     return next((one for one in found if isinstance(one, ResumableSource)), None)
 
 
+def index_source_of(loader: Any, caller: str, options: str = "…") -> IndexSource:
+    """The batch sampler of a loader, which must know the samples of each batch that comes."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
+        raise OptionError(
+            f"{caller} needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler({options}), "
+            "which knows the samples of each batch: got "
+            f"{type(loader).__name__} with batch_sampler={type(sampler).__name__}"
+        )
+    return sampler
+
+
 def read_as_plain(loader: Any) -> Any:
     """Return a `DataLoader` for a `StatefulDataLoader` whose sampler or stream has the position.
 
@@ -292,12 +304,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
     Raises:
         OptionError: the loader has another sampler.
     """
-    sampler: Any = loader.batch_sampler
-    if not isinstance(sampler, IndexSource):
-        raise OptionError(
-            "warm_up needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…), got "
-            f"batch_sampler={type(sampler).__name__}"
-        )
+    sampler = index_source_of(loader, "warm_up")
     state = TrainingState(step)
     runs: list[WarmUp] = []
     if state.device.type == "cuda":

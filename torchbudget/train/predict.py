@@ -1,12 +1,12 @@
-"""Outputs of a model for every sample of a data set, in the data set's order."""
+"""The forward loop of `predict`: outputs for every sample, in the data set's order."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
-from operator import length_hint
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -14,138 +14,115 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader
 
+from torchbudget.cost.protocol import IntArray
 from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
-from torchbudget.progress import with_bar
+from torchbudget.files import PieceFolder
+from torchbudget.progress import counting
 from torchbudget.protocols import HasNumSamples, IndexSource
 from torchbudget.train.batches import masked_rows, moved
-from torchbudget.train.loop import evaluation_mode, modules_of
+from torchbudget.train.loop import evaluation_mode, index_source_of, modules_of
 
-# Bytes that a rank sends in one collective: a few of them for many small outputs, while their
-# copies take little memory beside the outputs.
-_CHUNK_BYTES: Final = 64 * 2**20
-
-_MISSING: Final = object()
+_PIECES: Final = 100  # of a pass, in a folder: a kill loses 1 % of it
 _OTHER_PLANS: Final = "every rank must plan with the same sizes, cost, budget and epoch"
 
 Split: TypeAlias = Callable[[Any, Any], Sequence[Any]]
 
 
-def predict(
-    model: Callable[[Any], Any],
+@dataclass(frozen=True)
+class Forward:
+    """A model without gradients, whose outputs are copied to the host: the step of `predict`.
+
+    Attributes:
+        model: called with each batch.
+        split_outputs: makes a sequence of the model's outputs; `None`: they have rows.
+        device: that batches are moved to; `None`: they are not moved.
+    """
+
+    model: Callable[[Any], Any]
+    split_outputs: Split | None
+    device: torch.device | str | None
+
+    @torch.no_grad()
+    def __call__(self, batch: Any) -> Any:
+        """Return the outputs of a batch, in memory of their own."""
+        batch = moved(batch, self.device)
+        outputs = self.model(batch)
+        if self.split_outputs is not None:
+            outputs = list(self.split_outputs(outputs, batch))
+        # A view would keep all of its batch.
+        return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), outputs)
+
+
+def outputs_of(
+    forward: Forward,
     loader: DataLoader[Any],
     *,
-    split_outputs: Split | None = None,
-    gather: Literal["all", "first"] = "all",
-    device: torch.device | str | None = None,
-    group: Any = None,
-    progress: bool = False,
-) -> list[Any]:
-    """The model's output for every sample, in the data set's order, on any number of ranks.
-
-    The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
-    `torch.inference_mode()` could not be used to train on.) Afterwards every module is in the mode
-    that it was in, and the sampler where it was, also within a loop over it.
-
-    With several ranks every rank must call it. If one fails, all of them raise when the others are
-    done with their batches.
+    gather: str,
+    group: Any,
+    progress: bool,
+    folder: Callable[[Ranks], PieceFolder] | None,
+) -> Any:
+    """Return the outputs of all samples, as `torchbudget.predict` does.
 
     Args:
-        model: called with each batch. A module, or a function such as
-            `lambda batch: model(batch["ids"])`; the modules that it refers to are found as
-            `measure_cost` finds them.
-        loader: a `DataLoader` over a map-style data set whose `batch_sampler` is a
-            `MemoryBudgetBatchSampler` that yields every sample once. `shuffle=False` has the least
-            padding. The collate must keep the order of its samples.
-        split_outputs: `split_outputs(outputs, batch)` returns a sequence of one output for each
-            sample of the batch. Default: row i of every tensor in the outputs, which may be a
-            tensor or a tuple, list, dict or `ModelOutput` of tensors, all of shape `(n, …)`. Rows
-            of shape `(L, …)` then keep the padding of their batch.
-        gather: "all": every rank returns the list; "first": the others return an empty one.
-        device: that batches are moved to; `None`: they are not moved.
-        group: of processes, those that the sampler deals to. Default: all. Not used where the
-            sampler has `num_replicas=1`.
-        progress: show a bar, where tqdm is installed and there is a terminal.
-
-    Returns:
-        An output for each sample, shape `(N,)`. Their tensors, in
-        any structure that `torch.utils._pytree` knows (a dataclass must be registered there), are
-        on the CPU, each in memory of its own.
-        Where the step runs on the CPU too, leave room for them in the budget.
-
-    Raises:
-        OptionError: the loader is of another kind, or its epoch leaves out or repeats samples
-            (`oversize="skip"`, `drop_last`, `weights`, `batches_per_epoch`); its ranks are not
-            those of the group; or outputs cannot be split.
-        SampleError: the loader ended before the epoch did.
-        RankError: another rank failed.
-
-    >>> from torch.utils.data import DataLoader
-    >>> import torchbudget as tb
-    >>> texts = [torch.ones(n) for n in (3, 9, 4, 8, 1)]
-    >>> sampler = tb.MemoryBudgetBatchSampler(
-    ...     [len(text) for text in texts], tb.PaddedCost(unit_bytes=1), 18, shuffle=False
-    ... )
-    >>> loader = DataLoader(texts, batch_sampler=sampler, collate_fn=tb.PadCollate())
-    >>> [int(total) for total in tb.predict(lambda batch: batch.data.sum(1), loader)]
-    [3, 9, 4, 8, 1]
+        forward: called with each batch.
+        loader: of batches of every sample.
+        gather: "all" or "first": the ranks that return the outputs.
+        group: of the ranks that the sampler deals to.
+        progress: show a bar.
+        folder: opens a folder that keeps outputs.
     """
-    if gather not in ("all", "first"):
-        raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
-    sampler = _checked_sampler(loader)
-    host = None if sampler.num_replicas == 1 else _checked_ranks(sampler, group)
-    together = nullcontext if host is None else host.together
+    sampler = index_source_of(loader, "predict", "…, shuffle=False")
+    ranks = _ranks_of(sampler, group)
     dataset: Any = loader.dataset
-    with together():
+    with ranks.together():
         sampler.check_dataset(dataset)
-    rows = _rows if split_outputs is None else list
-    results: list[Any] = [_MISSING] * len(dataset)
+    saved = None if folder is None else folder(ranks)
+    place, _ = ({}, ()) if saved is None else next(saved.pieces(), ({}, ()))
+    results = _Results(len(dataset), is_split=forward.split_outputs is not None)
     kept: list[bytes] = []  # pickled here, where an error is that of all ranks
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
-    with together(), sampler.whole_pass(), closing(sampler.tracked(loader)) as run:
-        batches: Iterator[Any] = run
-        if progress and (host is None or host.rank == 0):
-            batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
-        with evaluation_mode(modules_of(model)), torch.no_grad():
-            number = 0
-            for batch in batches:
-                batch = moved(batch, device)  # the one on the host ends now
-                indices = run.last.indices.tolist()
-                outputs = _outputs(model, batch, number, indices, split_outputs)
-                if host is None:
-                    _enter(results, indices, rows(outputs))
-                else:
-                    fresh = np.where(run.last.repeated, -1, run.last.indices).tolist()
-                    kept.append(pickle.dumps((fresh, outputs)))
-                del batch, outputs  # before the next ones are made
-                number += 1  # noqa: SIM113  (enumerate would keep the batch)
-    for indices, outputs in () if host is None else _gathered(kept, host):
-        if gather == "all" or (host is not None and not host.rank):
-            _enter(results, indices, rows(outputs))
-    if host is not None and host.rank and gather == "first":
-        return []
-    missing = [index for index, output in enumerate(results) if output is _MISSING]
-    if missing:
-        raise OptionError(f"index {missing[0]} did not come: {_OTHER_PLANS}")
-    return results
+    with ranks.together(), sampler.whole_pass(), evaluation_mode(modules_of(forward)):
+        if place:
+            sampler.load_state_dict(place)
+        left = 0 if place is None else sampler.batches_left  # `None`: the pass was over
+        every = -(-left // _PIECES)
+        shown: Any = nullcontext(lambda _: None)
+        if progress and not ranks.rank:
+            shown = counting(unit="samples", total=len(dataset) * left // max(len(sampler), 1))
+        if left:
+            with shown as advance, sampler.tracked(loader) as run:
+                number = 0
+                for batch in run:
+                    outputs = _of_samples(forward, batch, number, run.last.indices)
+                    fresh = np.where(run.last.repeated, -1, run.last.indices)
+                    if saved is None and len(ranks) == 1:
+                        results.enter(fresh, outputs)
+                    else:
+                        kept.append(pickle.dumps((fresh, outputs)))
+                    del batch, outputs  # before the next ones are made
+                    number += 1  # noqa: SIM113  (enumerate would keep the batch)
+                    if saved is not None and number < left and not number % every:
+                        saved.add((run.position(), kept))
+                        kept.clear()
+                    advance(len(fresh) * len(ranks))
+            if saved is not None:
+                saved.add((None, kept))
+    items = ranks.gather_in_pieces(kept)
+    if saved is not None:
+        items = (item for _, piece in saved.pieces() for item in piece)
+    is_wanted = gather == "all" or not ranks.rank
+    for item in items:
+        if is_wanted:
+            results.enter(*pickle.loads(item))  # noqa: S301
+    return results.all() if is_wanted else []
 
 
-def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
-    """The loader's batch sampler, which must know the samples of each batch that comes."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
-        raise OptionError(
-            "predict needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…, "
-            "shuffle=False), which knows the samples of each batch: got "
-            f"{type(loader).__name__} with batch_sampler={type(sampler).__name__}"
-        )
-    return sampler
-
-
-def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
+def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
     """The ranks that the sampler deals to, joined on the host."""
-    ranks = Ranks(group)
+    ranks = Ranks(group, alone=sampler.num_replicas == 1)
     if (len(ranks), ranks.rank) != (sampler.num_replicas, sampler.rank):
         raise OptionError(
             f"the sampler deals to {sampler.num_replicas} ranks, of which this is number "
@@ -155,32 +132,30 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
     return ranks.on_host()
 
 
-def _outputs(
-    model: Callable[[Any], Any],
-    batch: Any,
-    number: int,
-    indices: list[int],
-    split_outputs: Split | None,
-) -> Any:
-    """Call the model on a batch; return its outputs on the host, in memory of their own."""
+def _of_samples(forward: Forward, batch: Any, number: int, indices: IntArray) -> Any:
+    """Return the outputs of a batch of n samples, without those of masked rows.
+
+    Args:
+        forward: called with the batch.
+        batch: as it came.
+        number: of the batch in the pass.
+        indices: of its samples, shape `(n,)`.
+
+    Raises:
+        OptionError: they are not those of n samples.
+    """
     n = len(indices)
-    called = f"batch {number}, of {n} samples, first of indices {indices[:4]}"
+    rows = n + masked_rows(batch)
+    called = f"batch {number}, of {n} samples, first of indices {indices[:4].tolist()}"
     if isinstance(batch, HasNumSamples) and batch.num_samples != n:
         raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
-    outputs = model(batch)
-    rows = n + masked_rows(batch)
-    if split_outputs is None:
+    outputs = forward(batch)
+    if forward.split_outputs is None:
         _check_rows(outputs, rows, called)
-        outputs = tree_map_only(Tensor, lambda one: one[:n], outputs)
-    else:
-        outputs = list(split_outputs(outputs, batch))
-        if len(outputs) not in (n, rows):
-            raise OptionError(
-                f"{called}: split_outputs must return {n} outputs, got {len(outputs)}"
-            )
-        outputs = outputs[:n]
-    # A view would keep all of its batch.
-    return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), outputs)
+        return tree_map_only(Tensor, lambda one: one[:n], outputs)
+    if len(outputs) not in (n, rows):
+        raise OptionError(f"{called}: split_outputs must return {n} outputs, got {len(outputs)}")
+    return outputs[:n]
 
 
 def _check_rows(outputs: Any, n: int, called: str) -> None:
@@ -197,37 +172,65 @@ def _check_rows(outputs: Any, n: int, called: str) -> None:
         raise OptionError(f"{called}: the model returned no tensor, but {outputs!r}")
 
 
+class _Results:
+    """Outputs by the index of their samples: rows of one tensor where they are alike, or a list.
+
+    Args:
+        number: of samples.
+        is_split: outputs come as a list of one for each sample.
+    """
+
+    def __init__(self, number: int, *, is_split: bool) -> None:
+        self._is_split = is_split
+        self._rows: Any = [None] * number
+        self._came = np.zeros(number, bool)
+
+    def enter(self, indices: IntArray, outputs: Any) -> None:
+        """Enter the outputs of a batch.
+
+        Args:
+            indices: of its samples, shape `(n,)`; −1: another batch has the sample, too.
+            outputs: a tensor of n rows, or a structure of them, or a list of n outputs.
+
+        Raises:
+            OptionError: a sample has outputs already.
+        """
+        places = np.flatnonzero(indices >= 0)
+        mine, number = indices[places], len(self._came)
+        for index in mine[(mine >= number) | self._came[np.minimum(mine, number - 1)]].tolist():
+            raise OptionError(f"index {index} came more than once: {_OTHER_PLANS}")
+        if isinstance(outputs, Tensor) and not self._came.any():
+            with suppress(RuntimeError):  # no room for all samples padded as this batch is
+                self._rows = outputs.new_empty((number, *outputs.shape[1:]))
+        table = self._rows if isinstance(self._rows, Tensor) else None
+        if table is not None and not (
+            isinstance(outputs, Tensor)
+            and (outputs.shape[1:], outputs.dtype) == (table.shape[1:], table.dtype)
+        ):
+            came = zip(table, self._came.tolist(), strict=True)
+            self._rows, table = [row.clone() if one else None for row, one in came], None
+        if table is not None:
+            table[torch.from_numpy(mine)] = outputs[torch.from_numpy(places)]
+        else:
+            rows = outputs if self._is_split else _rows(outputs)
+            for place, index in zip(places.tolist(), mine.tolist(), strict=True):
+                self._rows[index] = rows[place]
+        self._came[mine] = True
+
+    def all(self) -> Any:
+        """Return them, once all have come.
+
+        Raises:
+            OptionError: one did not come.
+        """
+        for index in np.flatnonzero(~self._came).tolist():
+            raise OptionError(f"index {index} did not come: {_OTHER_PLANS}")
+        return self._rows
+
+
 def _rows(outputs: Any) -> list[Any]:
     """Row i of every tensor of a batch's outputs, for each i, in memory of its own."""
     leaves, structure = tree_flatten(outputs)
     n = next(len(leaf) for leaf in leaves if leaf is not None)
     columns = [[None] * n if leaf is None else [row.clone() for row in leaf] for leaf in leaves]
     return [tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
-
-
-def _gathered(kept: list[bytes], ranks: Ranks) -> Iterator[tuple[list[int], Any]]:
-    """The outputs of all ranks, batch by batch.
-
-    Collectives, each of at most 64 MiB of every rank, or of one batch. Exhaust the iterator.
-
-    Args:
-        kept: the indices and the outputs of each batch of this rank, pickled; emptied.
-        ranks: joined by a process group on the host.
-    """
-    while any(ranks.gather_objects(bool(kept))):
-        chunk: list[bytes] = []
-        room = _CHUNK_BYTES
-        while kept and (not chunk or len(kept[-1]) <= room):
-            chunk.append(kept.pop())
-            room -= len(chunk[-1])
-        for received in ranks.gather_objects(chunk):
-            yield from map(pickle.loads, received)
-
-
-def _enter(results: list[Any], indices: list[int], outputs: Sequence[Any]) -> None:
-    for index, output in zip(indices, outputs, strict=True):
-        if index < 0:  # another micro-batch has the sample, too
-            continue
-        if index >= len(results) or results[index] is not _MISSING:
-            raise OptionError(f"index {index} came more than once: {_OTHER_PLANS}")
-        results[index] = output
