@@ -20,8 +20,8 @@ import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
-from torchbudget import loader
-from torchbudget.errors import CollateError, CostError, OptionError, SizesError
+from torchbudget import loader, predict
+from torchbudget.errors import BudgetError, CollateError, CostError, OptionError, SizesError
 from torchbudget.host import loader as loaders
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 0.7, 60), 2, 60).astype(int).tolist()
@@ -169,6 +169,39 @@ def test_a_cost_is_cached(
     assert is_measured()
 
 
+class Tokenizer:
+    """Makes one token of each two letters, once for each text."""
+
+    pad_token_id, padding_side = 0, "right"
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+        self.seen += len(texts)
+        return {"input_ids": [[1 + ord(letter) % 7 for letter in text[::2]] for text in texts]}
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+def test_outputs_of_texts(traced: list[tuple[int, Any]], tmp_path: Path) -> None:
+    """One tensor, in the data set's order, of a model that is measured in evaluation mode."""
+    model, tokenizer = nn.Sequential(nn.Embedding(9, 4), nn.Dropout(0.5)), Tokenizer()
+    texts = ["ab" * n + "c" for n in LENGTHS]
+
+    def embed(batch: Any) -> Tensor:
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return (model(batch["input_ids"]) * mask).sum(1) / mask.sum(1)
+
+    found = predict(embed, texts, "2GiB", tokenizer=tokenizer, max_batch_size=7, folder=tmp_path)
+    assert traced
+    assert tokenizer.seen == len(texts)
+    assert model.training
+    model.eval()
+    ids = [torch.tensor(tokenizer([text])["input_ids"]) for text in texts]
+    expected = [embed({"input_ids": one, "attention_mask": torch.ones_like(one)}) for one in ids]
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
 class Cropped:
     def __len__(self) -> int:
         return 99
@@ -219,6 +252,16 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         OptionError,
         "batch_sampler=MemoryBudgetBatchSampler",
         lambda: loader(loader(dicts(), TOKENS, 99), step, 9),
+    ),
+    "no budget": (
+        OptionError,
+        r"no options of loader; or bytes, as in .* got list, \['size'\]",
+        lambda: predict(MODEL, PAIRED, size="source"),
+    ),
+    "outputs": (
+        BudgetError,
+        "the outputs take about 2.68 GiB, of a budget of 2 GiB: return less",
+        lambda: predict(lambda _: MODEL.weight.new_zeros(1, 12 * 10**6), dicts(), "2GiB"),
     ),
     "packed cost": (
         CollateError,

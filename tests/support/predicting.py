@@ -47,3 +47,15 @@ def one_by_one(model: Encoder, sizes: Any) -> list[Tensor]:
     collate = PadCollate()
     with torch.no_grad():
         return [model(collate([text]))[0] for text in texts_of(sizes)]
+
+
+def killed_after(number: int, model: Encoder, seen: list[int]) -> Any:
+    """The model, which fails in the batch after that many, and notes how many samples came."""
+
+    def called(batch: Any) -> Tensor:
+        if len(seen) == number:
+            raise ZeroDivisionError
+        seen.append(batch.num_samples)
+        return model(batch)
+
+    return called

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.predicting import Encoder, loader_of, one_by_one, texts_of
+from tests.support.predicting import Encoder, killed_after, loader_of, one_by_one, texts_of
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.samplers import LENGTHS, TOKENS, forks
@@ -29,7 +29,13 @@ from torchbudget import (
     PadCollate,
     predict,
 )
-from torchbudget.errors import OptionError, OtherNumbersWarning, SampleError, StateError
+from torchbudget.errors import (
+    OptionError,
+    OtherNumbersWarning,
+    SampleError,
+    StateError,
+    StateMismatchError,
+)
 
 # ---------------------------------------------------------------------- laws
 
@@ -195,6 +201,29 @@ def test_a_loader_that_changes_the_plan(more: int, error: type[Exception]) -> No
     match = r"batch 0, of 3 .* \[2, 1, 0\], came .* 2 samples"
     with pytest.warns(OtherNumbersWarning), pytest.raises(OptionError, match=match):
         predict(Encoder(), losing)
+
+
+# ---------------------------------------------------------------------- a folder
+
+
+def test_a_killed_pass_goes_on_from_its_folder(tmp_path: Path) -> None:
+    """Under another budget too, without a batch that was done; another pass is refused."""
+    model, folder = Encoder(), tmp_path / "new" / "folder"
+    seen: list[int] = []
+    expected = one_by_one(model, LENGTHS)
+    with pytest.raises(ZeroDivisionError):
+        predict(killed_after(3, model, seen), loader_of(window=100), folder=folder)
+    for budget, number in ((700, -1), (700, 0), (1000, 0)):  # the rest; then nothing is left
+        if number == 0:
+            number = len(seen)
+        called = killed_after(number, model, seen)
+        found = predict(called, loader_of(budget=budget, window=100), folder=folder)
+        torch.testing.assert_close([*found], expected, rtol=1e-12, atol=1e-13)
+        assert sum(seen) == 300
+    with torch.no_grad():
+        model.embed.weight[3] += 1
+    with pytest.raises(StateMismatchError, match=r"another parameters and buffers.*or remove"):
+        predict(called, loader_of(window=100), folder=folder)
 
 
 # ---------------------------------------------------------------------- the model
@@ -385,5 +414,6 @@ def test_outputs_over_ranks(tmp_path: Path, ranks: int, workers: int, chunk_byte
         assert first[where].startswith(f"RankError: rank 1 failed, see its traceback: {error}")
     for one in told:
         assert one["after"] == 300
+        assert "ZeroDivisionError" in one["killed"]
         assert "every rank must plan with the same sizes" in one["plans"]
         assert "deals to 4 ranks" in one["ranks"]

@@ -466,12 +466,12 @@ def _summary(
 def _opened(folder: Path, forward: Forward, batches: DataLoader[Any]) -> Any:
     """Return a function of the ranks that opens the folder of this pass."""
     dataset: Any = batches.dataset
-    random = RandomState.take()  # samples may draw
+    few, random = spread(len(dataset)), RandomState.take()  # samples may draw
     key = {
         **describe_step(forward),
         "function": getattr(forward.model, "__qualname__", type(forward.model).__qualname__),
         "parameters and buffers": _digest(TrainingState(forward).tensors()),
-        "samples": _digest(SizeDataset(dataset, None).samples(spread(len(dataset)))),
+        "samples": _digest([len(dataset), *SizeDataset(dataset, None).samples(few)]),
         "torchbudget": torchbudget.__version__,
     }
     random.restore()

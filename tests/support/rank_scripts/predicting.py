@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.predicting import Encoder, loader_of, one_by_one, texts_of
+from tests.support.predicting import Encoder, killed_after, loader_of, one_by_one, texts_of
 from tests.support.rank_scripts import error_of, join
 from tests.support.samplers import LENGTHS
 from torchbudget import distributed, predict
+from torchbudget.distributed import gathered
 
 
 def total(batch: Any) -> Tensor:
@@ -78,9 +81,20 @@ def outputs(workers: str, chunk_bytes: str) -> dict[str, Any]:
     # Each rank its own plan: the first one's has other windows.
     own = loader_of(window=50 * rank + 50, num_replicas=ranks, rank=rank)
     told["plans"] = error_of(lambda: predict(total, own))
+    # One rank goes on with the pass of two.
+    folder = Path(sys.argv[1]) / "outputs"
+    seen: list[int] = []
+    fails_late = killed_after(5 + 2 * rank, model, seen)
+    told["killed"] = error_of(lambda: predict(fails_late, loader_of(window=100), folder=folder))
+    done = sum(gathered(sum(seen[:5])))  # that both ranks have saved
     # All samples on each rank, without any collective: only the first rank calls it.
     if rank == 0:
         assert len(predict(total, loader_of(num_replicas=1, rank=0))) == 300
+        seen.clear()
+        alone = loader_of(num_replicas=1, rank=0, window=100)
+        found = predict(killed_after(-1, model, seen), alone, folder=folder)
+        torch.testing.assert_close([*found], expected, rtol=1e-12, atol=1e-13)
+        assert sum(seen) == 300 - done
     dist.barrier()
     told["ranks"] = error_of(lambda: predict(total, loader_of(num_replicas=4, rank=rank)))
     return told
