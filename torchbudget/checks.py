@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
 from numbers import Real
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -11,6 +13,7 @@ import numpy as np
 from torchbudget.errors import OptionError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -58,6 +61,32 @@ def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise OptionError(f"{name} must be a bool, got {flag!r}")
+
+
+def check_call(call: Callable[..., Any], expected: str, *given: Any, **options: Any) -> None:
+    """Raise an `OptionError` that names what to write where an argument is missing or unknown."""
+    try:
+        signature(call).bind(*given, **options)
+    except TypeError as error:
+        hint = ""
+        if "batch_size" in options:
+            hint = "; as many samples as fit make a batch: max_batch_size= caps them, and "
+            hint += "samples_per_step= sets those of an optimizer step"
+        raise OptionError(f"{error}; expected {expected}{hint}") from None
+
+
+def called_as(expected: str) -> Callable[[F], F]:
+    """Decorate a function whose arguments are checked by `check_call`."""
+
+    def decorated(call: F) -> F:
+        @wraps(call)
+        def checked(*given: Any, **options: Any) -> Any:
+            check_call(call, expected, *given, **options)
+            return call(*given, **options)
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
 
 
 @runtime_checkable

@@ -290,6 +290,11 @@ class _Runs:
             first = self.runner.run(1, smallest)
         except ProbeOutOfMemoryError as error:
             raise CostError(f"one sample of size {smallest} does not fit into memory") from error
+        except (LookupError, AttributeError, TypeError) as error:
+            raise CostError(
+                f"the step raised {type(error).__name__}: {error}, on a batch of make_batch, which "
+                "must have all that the step reads, labels too"
+            ) from error
         if first.peak_bytes > self.room:
             raise CostError(
                 "model, gradients, optimizer state and all else in the process need "

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader, Sampler
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import check_flags, is_number, natural, optional
+from torchbudget.checks import called_as, check_flags, is_number, natural, optional
 from torchbudget.cost.measured import MOST_MARGIN, MeasuredCost
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.data.frameworks import Caller
@@ -131,6 +131,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     [[1, 3], [2, 0, 4]]
     """
 
+    @called_as("MemoryBudgetBatchSampler(sizes, cost, budget, …), with a cost such as PaddedCost")
     def __init__(
         self,
         sizes: npt.ArrayLike,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,7 +25,7 @@ from torch.utils.data import (
 
 import torchbudget
 from torchbudget.budget import MemoryBudget, limit_device_memory
-from torchbudget.checks import size_multiple_of
+from torchbudget.checks import check_call, size_multiple_of
 from torchbudget.cost.agree import agree
 from torchbudget.cost.measure import describe_step, measure_cost, still_holds
 from torchbudget.cost.measured import MeasuredCost, load_cost
@@ -52,7 +51,7 @@ from torchbudget.train.loop import evaluation_mode, modules_of
 from torchbudget.train.predict import Forward, Split, outputs_of
 from torchbudget.units import Amount, format_bytes
 
-_OPTIONS: Final = {*signature(MemoryBudgetBatchSampler).parameters} - {"sizes", "cost", "budget"}
+_CALL: Final = "loader(dataset, step, budget, …), with options of MemoryBudgetBatchSampler"
 # Options of a loader that is given in place of the data set; the second ones need workers.
 _OF_LOADERS: Final = ("num_workers", "pin_memory", "worker_init_fn")
 _TEXTS: Final = 1000  # that are tokenized at once
@@ -293,21 +292,12 @@ class CheckedCollate:
 
 
 def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
-    if "batch_size" in options:
-        raise OptionError(
-            "batches have as many samples as fit: leave batch_size out; max_batch_size= caps it, "
-            "and samples_per_step= sets the samples of an optimizer step"
-        )
-    for name in options.keys() - _OPTIONS:
-        raise OptionError(
-            f"loader has no option {name!r}; beside its own it takes those of "
-            f"MemoryBudgetBatchSampler: {', '.join(sorted(_OPTIONS))}"
-        )
+    check_call(MemoryBudgetBatchSampler, _CALL, (), step, budget, **options)
     if isinstance(step, type) or not (callable(step) or isinstance(step, CostModel)):
         hint = "; step and budget are swapped" if callable(budget) else ""
         raise OptionError(
-            "expected loader(dataset, step, budget), with a function of a batch that makes a "
-            f"training step, or a cost model, got step={step!r}{hint}"
+            f"expected {_CALL}; the step is a function of a batch that makes a training step, or a "
+            f"cost model: got step={step!r}{hint}"
         )
 
 

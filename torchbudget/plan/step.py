@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one
+from torchbudget.checks import at_least_one, called_as
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
@@ -53,6 +53,7 @@ class StepPlan:
         return self._report()
 
 
+@called_as("plan_step(sizes, cost, budget, …), with a cost such as PaddedCost")
 def plan_step(
     sizes: npt.ArrayLike,
     cost: CostModel,

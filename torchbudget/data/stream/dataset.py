@@ -12,7 +12,7 @@ from weakref import WeakMethod, WeakSet
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, check_flags, is_int, natural, optional
+from torchbudget.checks import at_least_one, called_as, check_flags, is_int, natural, optional
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
@@ -155,6 +155,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     [['ghijk'], ['bcd', 'ef'], ['a']]
     """
 
+    @called_as("BudgetedIterableDataset(source, cost, budget, size=…), with a PaddedCost, say")
     def __init__(
         self,
         source: Any,
