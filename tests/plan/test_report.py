@@ -133,19 +133,21 @@ def test_a_report_is_that_of_the_batches(case: Any) -> None:
 
 
 def test_the_table() -> None:
-    """One figure in each row."""
+    """One figure in each row; over budget, on ranks, left out: where there are any."""
     sizes = np.repeat([10, 20, 40], [40, 20, 10])
     sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 80, shuffle=False)
     assert str(sampler.report()).splitlines() == [
         "micro-batches        15",
         "samples              70, 2 to 8 in a batch",
-        "optimizer steps      15 in 1 windows, 4.7 samples each",
+        "optimizer steps      15 of 4.7 samples",
         "fill of the budget   100.0%",
+        "padded elements      1,200",
         "padding of elements  0.0%",
-        "batches over budget  0",
-        "imbalance of ranks   1.0000",
-        "samples left out     0 dropped, 0 skipped",
     ]
+    options: dict[str, Any] = {"num_replicas": 2, "rank": 0, "drop_last": True}
+    table = str(MemoryBudgetBatchSampler(sizes, TOKENS, 39, oversize="skip", **options).report())
+    for row in ("on 2 ranks", "imbalance of ranks   1.", "dropped, 10 skipped"):
+        assert row in table
 
 
 def test_limits_have_rows() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -41,13 +42,15 @@ class PlanReport:
         samples: samples in these micro-batches.
         fill: mean predicted bytes of a micro-batch / budget.
         limits: the use of each limit, the budget first.
-        padding: share of the batches' elements that are padding, over all axes.
+        elements: padded elements of all batches, a sum over all axes.
+        padding: share of the batches' elements that are padding, over all axes; NaN where the
+            batches of a stream do not know their lengths.
         axis_padding: the same share for each ragged axis.
         smallest: smallest number of samples in a micro-batch.
         largest: largest number of samples in a micro-batch.
         over_budget: micro-batches whose predicted bytes exceed the budget.
         steps: optimizer steps of each rank.
-        windows: windows of the epoch, each of which is cut by itself.
+        windows: windows of the epoch, each of which is cut by itself; 0 of a stream.
         ranks: number of ranks.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the mean rank's: 1 is even.
             With `balance=`, in the unit of that model.
@@ -60,6 +63,7 @@ class PlanReport:
     samples: int
     fill: float
     limits: tuple[LimitUse, ...]
+    elements: int
     padding: float
     axis_padding: tuple[float, ...]
     smallest: int
@@ -75,26 +79,25 @@ class PlanReport:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The table as text: a name and a value in each row."""
+        """The table as text: a name and a value in each row that has something to say."""
         axes = [f"{share:.1%}" for share in self.axis_padding]
         each = self.samples / max(self.steps, 1)
         by_axis = f" ({', '.join(axes)} by axis)" if len(axes) > 1 else ""
-        masked = [] if self.masked_rows is None else [("masked rows", f"{self.masked_rows:,}")]
         on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        return [
+        left_out = f"{self.dropped:,} dropped, {self.skipped:,} skipped"
+        rows = [
             ("micro-batches", f"{self.batches:,}{on_ranks}"),
             ("samples", f"{self.samples:,}, {self.smallest:,} to {self.largest:,} in a batch"),
-            (
-                "optimizer steps",
-                f"{self.steps:,} in {self.windows:,} windows, {each:,.1f} samples each",
-            ),
+            ("optimizer steps", f"{self.steps:,} of {each:,.1f} samples" if self.windows else ""),
             *(self._row(limit) for limit in self.limits),
+            ("padded elements", f"{self.elements:,}"),
             ("padding of elements", f"{self.padding:.1%}{by_axis}"),
-            *masked,
-            ("batches over budget", f"{self.over_budget:,}"),
-            ("imbalance of ranks", f"{self.imbalance:.4f}"),
-            ("samples left out", f"{self.dropped:,} dropped, {self.skipped:,} skipped"),
+            ("masked rows", f"{self.masked_rows:,}" if self.masked_rows is not None else ""),
+            ("batches over budget", f"{self.over_budget:,}" if self.over_budget else ""),
+            ("imbalance of ranks", f"{self.imbalance:.4f}" if on_ranks and self.windows else ""),
+            ("samples left out", left_out if self.dropped or self.skipped else ""),
         ]
+        return [(name, text) for name, text in rows if text]
 
     def _row(self, limit: LimitUse) -> tuple[str, str]:
         if limit.name == "cost":
@@ -170,6 +173,7 @@ def plan_report(
         samples=samples,
         fill=fills[0],
         limits=tuple(limits),
+        elements=int(padded.sum()),
         padding=_padding(real.sum(), padded.sum()),
         axis_padding=tuple(map(_padding, real.tolist(), padded.tolist())),
         smallest=smallest if batches else 0,
@@ -183,6 +187,56 @@ def plan_report(
         skipped=len(order.skipped),
         masked_rows=all_rows - samples if rules.shapes else None,
     )
+
+
+@dataclass(slots=True)
+class ReadBatches:
+    """The batches of a stream that a loop has read, summed up.
+
+    Attributes:
+        shapes: how often each number of samples came with each padded size.
+        real: elements without padding; NaN where a batch does not know its lengths.
+    """
+
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    real: float = 0.0
+
+    def report(self, rules: BatchRules, ranks: int, skipped: int) -> PlanReport:
+        """Return the report of these batches, which one rank has read; O(shapes).
+
+        Args:
+            rules: the rules that they were planned by.
+            ranks: the number of ranks.
+            skipped: samples that were skipped.
+        """
+        rows, times = np.array([*self.shapes]), np.array([*self.shapes.values()])
+        n, sizes = rows[:, 0], rows[:, 1:]
+        elements = int((sizes.sum(axis=1) * times * (n if rules.packing is None else 1)).sum())
+        if rules.packing is not None:
+            sizes = -(-sizes // n[:, None])
+        used = rules.costs(rules.cost, n, sizes if sizes.shape[1] > 1 else sizes[:, 0])
+        batches = int(times.sum())
+        fill = float((used * times).sum() / (batches * rules.budget_bytes))
+        cap, padding = rules.limits[0], _padding(self.real, elements)
+        use = LimitUse(name=cap.name, amount=cap.text(cap.amount), fill=fill, ended=1.0)
+        return PlanReport(
+            batches=batches,
+            samples=int((n * times).sum()),
+            fill=fill,
+            limits=(use,),
+            elements=elements,
+            padding=padding,
+            axis_padding=(padding,),
+            smallest=int(n.min()),
+            largest=int(n.max()),
+            over_budget=int(times[used > rules.budget_bytes].sum()),
+            steps=batches,
+            windows=0,
+            ranks=ranks,
+            imbalance=1.0,
+            dropped=0,
+            skipped=skipped,
+        )
 
 
 def _padding(real: float, padded: float) -> float:

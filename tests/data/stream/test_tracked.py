@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
@@ -30,6 +31,10 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
     "ignore:'pin_memory' argument is set as true:UserWarning",  # there is no device here
 )
+
+
+def tensor_of(sample: Any) -> Any:
+    return torch.ones(sample[1])
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -127,6 +132,22 @@ def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
         stream.state_dict()
     stream.set_epoch(1)
     assert stream.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_report_of_what_came(workers: int) -> None:
+    """Of the last tracked loop, also while it is open."""
+    stream = BudgetedIterableDataset(Numbered(SIZES), TOKENS, 60, size=len, transforms=[tensor_of])
+    with pytest.raises(StateError, match="loop over stream"):
+        stream.report()
+    batches, loader = [], loader_of(stream, workers)
+    for batch in stream.tracked(loader):
+        batches.append(batch)
+        assert stream.report().batches == len(batches)
+    report, elements = stream.report(), sum(batch.data.numel() for batch in batches)
+    assert (report.samples, report.elements) == (len(SIZES), elements)
+    assert report.padding == pytest.approx(1 - sum(SIZES) / elements)
+    assert report.fill == pytest.approx(elements / 60 / len(batches))
 
 
 def test_another_number_of_workers() -> None:

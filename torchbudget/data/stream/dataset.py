@@ -36,6 +36,7 @@ from torchbudget.errors import BudgetError, OptionError, StateError
 from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
+from torchbudget.plan.report import PlanReport, ReadBatches
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import ResumableSource
 from torchbudget.units import Amount, parse_bytes
@@ -247,6 +248,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             rules=rules,
         )
         self._progress = Progress()
+        self._read = ReadBatches()  # of the last tracked loop
         self._sending: Sending | None = None  # in the processes that a tracked loop has started
         self._readers: WeakSet[EpochReader] = WeakSet()
         self._begin_at(None)
@@ -296,6 +298,20 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """Numbers of samples that were skipped."""
         oversize, failed = self._progress.skipped.sum(axis=0).tolist()
         return SkippedSamples(oversize=oversize, failed=failed)
+
+    def report(self) -> PlanReport:
+        """Fill and padding of the batches that the last tracked loop of this rank has read so far.
+
+        Raises:
+            StateError: no batch of a tracked loop came, or a predicate cuts batches.
+        """
+        grouping = self._settings.grouping
+        if not isinstance(grouping, ByCost) or not self._read.shapes:
+            raise StateError(
+                "a stream reports the batches of a cost that a tracked loop has read, and none "
+                "came: loop over stream.tracked(loader) first"
+            )
+        return self._read.report(grouping.rules, self.num_replicas, self.skipped_samples.oversize)
 
     @property
     def epoch(self) -> int:
@@ -531,6 +547,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         in each worker of torchdata's `StatefulDataLoader`, it is the position after the last batch
         that was drawn. A source that has a state of its own goes on by it (`"goes_on_by":
         "seeking"`), others are skipped through (`"skipping"`).
+
+        Another number of workers can go on at an epoch's beginning and, where `split` is "none" and
+        the loop has no workers, at a window's boundary.
 
         Raises:
             StateError: workers read ahead, and the loop is not tracked.

@@ -19,6 +19,9 @@ from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import gathered, is_distributed
 from torchbudget.errors import StateError
 from torchbudget.plan.grouping import ByCost
+from torchbudget.plan.report import ReadBatches
+
+_UNKNOWN: Final = np.array(np.nan)
 
 if TYPE_CHECKING:
     from torchbudget.data.stream.dataset import BudgetedIterableDataset
@@ -105,6 +108,7 @@ class StreamRun(Run[StreamState]):
         grouping = self._settings.grouping
         self._check = SizeCheck(grouping.rules, None) if isinstance(grouping, ByCost) else None
         self._compared, self._has_ended = self._settings.ranks == 1, False
+        self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
         # Else workers that persist stand elsewhere, or send no places.
@@ -141,6 +145,8 @@ class StreamRun(Run[StreamState]):
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
         if self._check is not None and padded_size is not None:
             self._check.compare(batch, padded_size, np.arange(number))
+            self._read.shapes[(number, *padded_size)] += 1
+            self._read.real += float(getattr(batch, "lengths", _UNKNOWN).sum())
         place = self.last.moved(came.worker, came.cursor)
         return place.following(self._settings.batches_per_epoch), batch
 
