@@ -242,10 +242,14 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "batch size": (
         OptionError,
-        "leave batch_size out; max_batch_size= caps it",
+        "'batch_size'; expected loader.* max_batch_size= caps",
         lambda: loader(dicts(), step, 9, batch_size=4),
     ),
-    "option": (OptionError, "no option 'limit'", lambda: loader(dicts(), step, 9, limit=4)),
+    "option": (
+        OptionError,
+        "argument 'limit'; expected loader",
+        lambda: loader(dicts(), step, 9, limit=4),
+    ),
     "swapped": (OptionError, "swapped", lambda: loader(dicts(), *SWAPPED)),
     "weighted": (OptionError, "weights= and batches_per", lambda: loader(WEIGHTED, step, 9)),
     "of ours": (
@@ -286,6 +290,36 @@ REFUSED |= {
         OptionError,
         r"cost must be a cost model .* measure_cost\(step, …\) makes one",
         lambda: ANY.plan_step([3], step, 9),
+    ),
+    "no cost": (
+        OptionError,
+        r"argument: 'budget'; expected MemoryBudgetBatchSampler\(sizes, cost, budget, …\)",
+        lambda: ANY.MemoryBudgetBatchSampler([3], "8GiB"),
+    ),
+    "batch size of a sampler": (
+        OptionError,
+        "unexpected .* 'batch_size'; .* max_batch_size= caps",
+        lambda: ANY.MemoryBudgetBatchSampler([3], TOKENS, 9, batch_size=3),
+    ),
+    "steps of a stream": (
+        OptionError,
+        "'samples_per_step'; expected BudgetedIterableDataset",
+        lambda: ANY.BudgetedIterableDataset(dicts, TOKENS, 9, samples_per_step=3),
+    ),
+    "a function without a shard": (
+        OptionError,
+        r"too many positional .* expected a function \(shard, num_shards\)",
+        lambda: tb.BudgetedIterableDataset(lambda: iter(()), TOKENS, 9, size="ids"),
+    ),
+    "no labels": (
+        CostError,
+        "the step raised KeyError: 'y', on a batch of make_batch, which must have all",
+        lambda: tb.measure_cost(
+            lambda batch: MODEL(batch["y"]).sum().backward(),
+            lambda n, _: {"x": torch.ones(n, 1)},
+            max_size=9,
+            budget="2GiB",
+        ),
     ),
     "samples as sizes": (
         SizesError,

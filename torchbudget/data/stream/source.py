@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from torchbudget.checks import check_call
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import Place
@@ -279,8 +280,12 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
             for module, kind in _MODULES.items():
                 if f"{base.__module__}.".startswith(module):
                     return kind
+        if can_open and not isinstance(data, Iterable):
+            if not is_shard:
+                check_call(data, "a function (shard, num_shards) that returns an iterator", 0, 1)
+            return ShardFunction
         if can_open:
-            return Source if isinstance(data, Iterable) else ShardFunction
+            return Source
     raise OptionError(
         f"{name} is a {type(data).__name__}: expected an iterable of samples, a map-style data "
         "set, a function (shard, num_shards) that returns an iterator, or a list of shards, each "
