@@ -380,8 +380,12 @@ def packed_options(
     scales = matrix.max(axis=0)
     largest = np.zeros(len(terms))
     for constant, each in zip(rows[:, 0], rows[:, 1], strict=True):
-        solved = np.linalg.lstsq(matrix / scales, each.astype(float), rcond=None)[0]
-        off = np.abs(matrix / scales @ solved - each).max(initial=0)
+        for kept in (1 + axes, len(terms)):  # squares only where whole bytes are no reason
+            solved, scaled = np.zeros(len(terms)), matrix / scales
+            solved[:kept] = np.linalg.lstsq(scaled[:, :kept], each.astype(float), rcond=None)[0]
+            off = np.abs(scaled @ solved - each).max(initial=0)
+            if off <= 1:
+                break
         if np.ptp(constant) or off > 1 + 1e-6 * each.max() or solved.min() < -1 - off:
             raise CostError(
                 "a packed batch must cost a constant and a share of each sample, in its size and "
