@@ -35,6 +35,7 @@ _NEAR: Final = 0.95
 # Of the first run nothing is known but its own peak: a third on top of the tensors.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
+_AGREEING: Final = 4  # runs, for an offset and a scale
 # Peaks of one shape were seen to grow by up to 14.8 MiB after 50 others, without any tensor:
 # compiled kernels, gaps in the heap.
 _DRIFT_BYTES: Final = 16 * 2**20
@@ -243,17 +244,28 @@ class _Runs:
         self._reach_for(_SAFE, middle)
         for size in (largest, smallest):
             self._reach_for(_NEW, size)
-        self._reach_for(_NEAR, middle)
         if all(probe.size != largest for probe in self.probes):
             self._note_unreached(largest)
         domain = self.subject.domain
-        for share in (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25)):
+        shares: Sequence[float | tuple[float, float]] = (0.25, 0.8)
+        if domain.axes > 1:
+            shares = ((0.25, 0.8), (0.8, 0.25))
+        # Runs that fill the budget take most of the time, and one is enough where all agree.
+        if len(self.probes) == _AGREEING and max(map(abs, self._fitted().errors())) < _LEAST_MARGIN:
+            shares = shares[:1]
+        else:
+            self._reach_for(_NEAR, middle)
+        for share in shares:
             self._reach_for(_NEAR, domain.between(share), held_out=True)
         self.probes = self.runner.settled(self.probes)
-        offset, scale = self._fit(self.probes)
-        cost = replace(self._known, offset=offset, scale=scale, probes=tuple(self.probes))
+        cost = self._fitted()
         least = _BLIND_MARGIN if self.subject.depends_on_values else _LEAST_MARGIN
         return replace(cost, margin=self._margin(cost, least), seconds=self._seconds(cost))
+
+    def _fitted(self) -> MeasuredCost:
+        """The traced cost with the offset and the scale of the runs so far."""
+        offset, scale = self._fit(self.probes)
+        return replace(self._known, offset=offset, scale=scale, probes=tuple(self.probes))
 
     @property
     def _known(self) -> MeasuredCost:
