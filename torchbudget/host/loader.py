@@ -146,6 +146,7 @@ def loader(
                     budget = _less(budget, reserve) if is_cpu(device) else budget
             _check_machine(budget, device, ranks)
             cost = _measured(step, make_batch, batches, budget, device, cost_cache, ranks)
+        told = str(cost)
         if isinstance(cost, MeasuredCost) and isinstance(batches.collate, PackCollate):
             cost = replace(cost.packed(), total_multiple=batches.collate.total_multiple)
         cost, budget = agree(cost, budget)
@@ -171,7 +172,7 @@ def loader(
     if not workers.get("num_workers"):
         workers = {name: one for name, one in workers.items() if name not in _OF_WORKERS}
     if not ranks.rank:
-        say(_summary(batches, cost, sampler, chosen))
+        say(_summary(batches, told, sampler, chosen))
     return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
 
 
@@ -430,7 +431,7 @@ def _read(path: Path, described: Mapping[str, str]) -> MeasuredCost | None:
 
 def _summary(
     batches: RealBatches,
-    cost: CostModel,
+    cost: str,
     sampler: MemoryBudgetBatchSampler,
     host: Mapping[str, Any],
 ) -> list[str]:
