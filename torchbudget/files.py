@@ -92,11 +92,12 @@ class PieceFolder:
         else:
             text = json.dumps(self._key)
             write_whole(path, lambda file: file.write(text.encode()))
-        files = sorted(self._folder.glob("*-of-*"))
+        files = sorted(self._folder.glob("*-of-*.piece"))
         whole: list[str] = []
         for number, (_, group) in enumerate(groupby(files, lambda one: one.name.split("-")[0])):
             names = [one.name for one in group]
-            if not names[0].startswith(f"{number:06}-") or not names[0].endswith(f"-{len(names)}"):
+            first = f"{number:06}-{names[0].split('-')[1]}-of-{len(names)}.piece"
+            if names[0] != first:
                 break
             whole += names
         for one in files[len(whole) :]:
@@ -106,7 +107,7 @@ class PieceFolder:
     def add(self, piece: object) -> None:
         """Write this rank's part of the next piece."""
         number, ranks = f"{self._number:06}", self._ranks
-        names = [f"{number}-{rank}-of-{len(ranks)}" for rank in range(len(ranks))]
+        names = [f"{number}-{rank}-of-{len(ranks)}.piece" for rank in range(len(ranks))]
         write_whole(self._folder / names[ranks.rank], lambda file: pickle.dump(piece, file))
         self._names += names
         self._number += 1

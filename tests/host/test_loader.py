@@ -394,6 +394,8 @@ def test_an_encoder_trains_within_its_budget(tmp_path: Path) -> None:
     first, second = (json.loads(printed_by([path, tmp_path / "cost.json"])) for _ in range(2))
     for one in (first, second):
         assert 0.85 <= one["peak"] <= 1.0
+        assert 0.7 <= one["peak of outputs"] <= 1.0
+        assert one["outputs"] == [20_000, 64]
     assert second["cost"] == first["cost"]
     assert second["runs"] == 2
     assert first["runs"] > 4

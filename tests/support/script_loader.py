@@ -1,4 +1,4 @@
-"""Trains a small encoder by `loader` under a budget of its whole process; prints JSON.
+"""Trains a small encoder by `loader`, and calls `predict`, under one budget; prints JSON.
 
 python script_loader.py CACHE
 """
@@ -47,5 +47,17 @@ ran = len(runs)
 with peak_memory("cpu") as peak:
     for batch in islice(loader, 10):
         step(batch)
-share = peak.bytes / BUDGET
-sys.stdout.write(json.dumps({"peak": share, "runs": ran, "cost": cache.read_text()}))
+told = {"peak": peak.bytes / BUDGET, "runs": ran, "cost": cache.read_text()}
+
+
+def embed(batch: dict[str, Tensor]) -> Tensor:
+    embedding, encoder, _ = model
+    hidden: Tensor = encoder(embedding(batch["ids"]), src_key_padding_mask=batch["ids"] == 0)
+    return hidden.mean(1)
+
+
+del batch, loader
+with peak_memory("cpu") as peak:
+    vectors = tb.predict(embed, data, BUDGET, cost_cache=cache.with_suffix(".embed"))
+told |= {"outputs": [*vectors.shape], "peak of outputs": peak.bytes / BUDGET}
+sys.stdout.write(json.dumps(told))
