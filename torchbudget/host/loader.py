@@ -222,8 +222,8 @@ def predict(
         progress: show a bar of samples, where tqdm is installed and there is a terminal.
         folder: that all ranks see, and that keeps outputs, about every hundredth of the pass.
             After a kill the same call goes on with the samples that are left, on any number of
-            ranks. It is refused where the model's class or values differ, its function's name, the
-            samples' sizes, or the contents of 64 of them.
+            ranks. It is refused where the function's name, the model's parameters or buffers, the
+            number of samples, or the contents of 64 of them differ.
         options: those of `loader`, such as `size`, `collate_fn`, `tokenizer` and `max_batch_size`.
 
     Returns:
@@ -239,8 +239,9 @@ def predict(
         BudgetError: the outputs alone exceed the budget.
         StateMismatchError: the folder is of another pass.
         SampleError: the loader ended before the epoch did.
+        CostError: the forward cannot be measured.
+        SizesError: as those of `loader`.
         RankError: another rank failed.
-        And what `loader` raises.
 
     >>> import torchbudget as tb
     >>> texts = [torch.ones(n) for n in (3, 9, 4, 8, 1)]
@@ -458,12 +459,10 @@ def _opened(folder: Path, forward: Forward, batches: DataLoader[Any]) -> Any:
     """Return a function of the ranks that opens the folder of this pass."""
     dataset: Any = batches.dataset
     few, random = spread(len(dataset)), RandomState.take()  # samples may draw
+    name = getattr(forward.model, "__qualname__", type(forward.model).__qualname__)
     key = {
-        **describe_step(forward),
-        "function": getattr(forward.model, "__qualname__", type(forward.model).__qualname__),
-        "parameters and buffers": _digest(TrainingState(forward).tensors()),
-        "samples": _digest([len(dataset), *SizeDataset(dataset, None).samples(few)]),
-        "torchbudget": torchbudget.__version__,
+        "model": f"{name}, {_digest(TrainingState(forward).tensors())}",
+        "data set": _digest([len(dataset), *SizeDataset(dataset, None).samples(few)]),
     }
     random.restore()
     return partial(PieceFolder, folder, key)
