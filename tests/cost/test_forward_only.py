@@ -53,6 +53,10 @@ def test_each_method_measures_it(method: Any, context: Callable[[], Any]) -> Non
 
 def test_a_trace_is_that_of_the_forward() -> None:
     """By hand: the parameters, the batch, and two tensors of a sequence's at once."""
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    with torch.no_grad():  # one kernel, which makes scores of 2 heads, and their softmax
+        assert trace_peak_bytes(layer, torch.zeros(3, 500, 16)) > 4 * 2 * 2 * 3 * 500 * 500
+
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()).eval()
 
     @torch.no_grad()

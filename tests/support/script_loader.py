@@ -27,7 +27,8 @@ BUDGET = 640 * MIB
 lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 0.8, 20_000), 4, 256).astype(int)
 data = [{"ids": torch.randint(1, 500, (n,)), "label": n % 2} for n in lengths.tolist()]
 layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
-model = nn.ModuleList([nn.Embedding(500, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, 2)])
+encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+model = nn.ModuleList([nn.Embedding(500, 64), encoder, nn.Linear(64, 2)])
 optimizer = torch.optim.AdamW(model.parameters())
 runs: list[int] = []
 
