@@ -246,5 +246,5 @@ def test_what_was_reserved_before_is_in_no_peak(monkeypatch: pytest.MonkeyPatch)
 
 def test_another_sampler_is_refused() -> None:
     loader: Any = DataLoader([1, 2, 3], batch_size=2)
-    with pytest.raises(OptionError, match="got batch_sampler=BatchSampler"):
+    with pytest.raises(OptionError, match="got DataLoader with batch_sampler=BatchSampler"):
         warm_up(lambda batch: batch, loader)
