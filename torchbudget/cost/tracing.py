@@ -671,7 +671,6 @@ def _workspace_bytes(known: str, arguments: Sequence[Any]) -> int:
     return _workspaces[known]
 
 
-# Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
 def _attention_inside(heads_at: int, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Scores, their softmax, and queries, keys and values twice."""
     given: torch.Tensor = arguments[0]
@@ -685,7 +684,7 @@ _ON_CPU: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
     torch.ops.aten._native_multi_head_attention.default: partial(_attention_inside, 4),
     torch.ops.aten._transformer_encoder_layer_fwd.default: partial(_attention_inside, 2),
 }
-
+# Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten.bincount.default: _bincount,
     torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
