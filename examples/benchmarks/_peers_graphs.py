@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _peers_runs import Way, Work
 
 TITLE = "Graphs"
@@ -18,7 +17,7 @@ FEATURES = 16
 
 
 def prepare(folder: Path, samples: int) -> None:
-    """Atoms and bonds of molecules; each is ten copies side by side, so that memory matters."""
+    """Atoms and bonds of molecules."""
     import rdkit
     from rdkit import Chem, RDLogger
 
@@ -66,9 +65,9 @@ def work(job: dict[str, Any]) -> Work:
     class Network(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            widths = [FEATURES, *[256] * 4]
+            widths = [FEATURES, *[512] * 4]
             self.layers = torch.nn.ModuleList(map(GraphConv, widths[:-1], widths[1:]))
-            self.head = torch.nn.Linear(256, 1)
+            self.head = torch.nn.Linear(512, 1)
 
         def forward(self, batch: Any) -> Any:
             x = batch.x
@@ -110,33 +109,28 @@ def dynamic(work: Work, max_num: int) -> Any:
 
 
 def ours(work: Work, _: None) -> Any:
-    """Batches are concatenated: the cost is a sum over graphs, traced at a few shapes."""
-    import torch
+    import torchbudget
     from torch_geometric.data import Batch
-    from torch_geometric.loader import DataLoader
 
-    from torchbudget import MemoryBudgetBatchSampler, PackedCost, trace_peak_bytes
+    return torchbudget.loader(
+        work.samples, work.measured_or(work.step), work.budget, size=size_of,
+        collate_fn=Batch.from_data_list, cost_cache=work.cost_file,
+    )  # fmt: skip
 
-    def traced(graphs: int, nodes: int, edges: int) -> int:
-        batch = Batch(
-            x=torch.zeros(nodes, FEATURES), edge_index=torch.zeros(2, edges, dtype=torch.int64),
-            batch=torch.zeros(nodes, dtype=torch.int64), y=torch.zeros(graphs),
-        )  # fmt: skip
-        return int(trace_peak_bytes(work.step, batch))
 
-    base = traced(100, 20_000, 40_000)
-    per_graph = (traced(1100, 20_000, 40_000) - base) / 1000
-    per_node = (traced(100, 40_000, 40_000) - base) / 20_000
-    per_edge = (traced(100, 20_000, 80_000) - base) / 40_000
-    sizes = np.array([size_of(graph) for graph in work.samples])
-    # The rest, model and optimizer, is there before, and the budget here is for what is added.
-    cost = PackedCost(sample_bytes=per_graph, unit_bytes=(per_node, per_edge))
-    sampler = MemoryBudgetBatchSampler(sizes, cost, work.budget - work.base)
-    return DataLoader(work.samples, batch_sampler=sampler)
+def ours_tuned(work: Work, _: None) -> Any:
+    """The measured cost as a sum over graphs: batches are concatenated, not padded."""
+    import torchbudget
+    from torch_geometric.data import Batch
+
+    cost = torchbudget.load_cost(work.cost_file).packed()
+    return torchbudget.loader(
+        work.samples, cost, work.budget, size=size_of, collate_fn=Batch.from_data_list
+    )
 
 
 WAYS = (
-    Way(name="torchbudget", make=ours, resumed="tried"),
+    Way(name="torchbudget.loader", make=ours, tuned=ours_tuned, resumed="tried"),
     Way(name="fixed batches", make=fixed, documented=32, needs="torch_geometric.loader",
         package="torch-geometric"),
     Way(name="PyG DynamicBatchSampler", make=dynamic, documented=10_000, needs="torch_geometric.loader",

