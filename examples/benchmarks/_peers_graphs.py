@@ -109,8 +109,9 @@ def dynamic(work: Work, max_num: int) -> Any:
 
 
 def ours(work: Work, _: None) -> Any:
-    import torchbudget
     from torch_geometric.data import Batch
+
+    import torchbudget
 
     return torchbudget.loader(
         work.samples, work.measured_or(work.step), work.budget, size=size_of,
@@ -120,8 +121,9 @@ def ours(work: Work, _: None) -> Any:
 
 def ours_tuned(work: Work, _: None) -> Any:
     """The measured cost as a sum over graphs: batches are concatenated, not padded."""
-    import torchbudget
     from torch_geometric.data import Batch
+
+    import torchbudget
 
     cost = torchbudget.load_cost(work.cost_file).packed()
     return torchbudget.loader(
@@ -131,9 +133,8 @@ def ours_tuned(work: Work, _: None) -> Any:
 
 WAYS = (
     Way(name="torchbudget.loader", make=ours, tuned=ours_tuned, resumed="tried"),
-    Way(name="fixed batches", make=fixed, documented=32, needs="torch_geometric.loader",
-        package="torch-geometric"),
-    Way(name="PyG DynamicBatchSampler", make=dynamic, documented=10_000, needs="torch_geometric.loader",
-        package="torch-geometric"),
+    Way(name="fixed batches", make=fixed, documented=32, needs="torch_geometric.loader"),
+    Way(name="PyG DynamicBatchSampler", make=dynamic, documented=10_000, in_tokens=True,
+        needs="torch_geometric.loader"),
 )  # fmt: skip
 BASE = "fixed batches"

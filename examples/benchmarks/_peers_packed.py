@@ -14,9 +14,8 @@ __all__ = ["BASE", "TEXT", "TITLE", "WAYS", "prepare", "sizes", "work"]
 
 TITLE = "Packing"
 TEXT = (
-    "A language model with causal convolutions in place of attention, whose packed form needs CUDA, "
-    "on the same docstrings one after the other. Settings are samples; rows of 1,024 tokens (TRL, "
-    "`bfd`); tokens."
+    "A language model of causal convolutions (packed attention needs CUDA), on the same docstrings "
+    "without padding. Settings: samples; rows of 1,024 tokens (TRL, `bfd`); tokens (bionemo)."
 )
 ROW = 1024  # TRL's default of `max_length`
 VOCABULARY = 8000
@@ -134,8 +133,8 @@ def ours(work: Work, _: None) -> Any:
 WAYS = (
     Way(name="torchbudget.loader", make=ours, resumed="tried"),
     Way(name="fixed batches", make=fixed, documented=8),
-    Way(name="TRL pack_dataset", make=trl, before=packed_before, documented=8, needs="trl", package="trl"),
-    Way(name="bionemo size-aware", make=bionemo, documented=8192, blank="its probe needs CUDA",
-        needs="bionemo.size_aware_batching.sampler", package="bionemo-size-aware-batching"),
+    Way(name="TRL pack_dataset", make=trl, before=packed_before, documented=8, needs="trl"),
+    Way(name="bionemo size-aware", make=bionemo, documented=8192, in_tokens=True,
+        blank="its probe needs CUDA", needs="bionemo.size_aware_batching.sampler"),
 )  # fmt: skip
 BASE = "fixed batches"

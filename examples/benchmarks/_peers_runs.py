@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
-WIDEST = 2**16  # the largest setting that a search tries
 PRELOADED = [
     "torch", "torchbudget", "torch._dynamo", "transformers.data.data_collator",
     "transformers.models.bert.modeling_bert", "transformers.trainer_pt_utils",
@@ -39,8 +38,8 @@ class Way:
         find: finds the setting by itself.
         before: done to `Work` before memory is limited.
         needs: the module that must be installed.
-        package: the name of its distribution.
         blank: why it cannot be used as documented; then it is tuned only.
+        in_tokens: its setting is a number of tokens, rather than of samples.
         why: it may be faster than this library.
         resumed: what becomes of a run that was killed on 2 ranks and goes on on 3.
     """
@@ -52,9 +51,9 @@ class Way:
     find: Callable[[Any, bool], int] | None = None
     before: Callable[[Any], None] | None = None
     needs: str = "torch"
-    package: str = "torch"
     resumed: str = "not offered"
     blank: str = ""
+    in_tokens: bool = False
     why: str = "batches of other sizes suit this processor better"
 
     @property
@@ -125,7 +124,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, MemoryError) or any(
         part in text
-        for part in ("can't allocate memory", "could not create", "annot allocate", "can't start new")
+        for part in (
+            "can't allocate memory",
+            "could not create",
+            "annot allocate",
+            "can't start new",
+        )
     )
 
 
@@ -199,7 +203,7 @@ def run(module: str, job: Mapping[str, Any]) -> dict[str, Any]:
 def costliest(loader: Any, work: Work) -> Any:
     """The batches that take the most, where they are known: a way to try a setting in less time."""
     sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None or "odb" in type(loader).__module__:
+    if sampler is None or loader.dataset is not work.samples:
         return loader
     planned = [list(indices) for indices in sampler]
 
@@ -240,6 +244,7 @@ class Trials:
         way: that is tried.
         job: the options of the workload.
         tuned: as somebody tunes it, rather than as its documentation has it.
+        most: the setting at which everything is one batch.
         attempts: how often the script was started.
         oom: the first attempt ran out of memory.
         setup_s: of the longest set-up: measuring, or a finder's own trials.
@@ -250,6 +255,7 @@ class Trials:
     way: Way
     job: dict[str, Any]
     tuned: bool
+    most: int
     attempts: int = 0
     oom: bool = False
     setup_s: float = 0.0
@@ -309,7 +315,7 @@ class Trials:
         low, high = setting, self.way.documented or setting
         if low == high:
             high *= 2
-            while high < WIDEST and self.attempt(high, probe=True):
+            while high < self.most and self.attempt(high, probe=True):
                 low, high = high, 2 * high
         while high - low > max(low // 4, 1):
             middle = (low + high) // 2

@@ -56,11 +56,14 @@ def differenced(weights: Lengths, parts: int, *, equal: bool) -> list[list[int]]
 
 
 def verl(lengths: Lengths, cap: int = CAP) -> Steps:
-    """`balance_batch`, then `rearrange_micro_batches` on each rank, of as many as the most needs."""
+    """`balance_batch`, then `rearrange_micro_batches`: as many on each rank as the most needs."""
     ranks = differenced(lengths, RANKS, equal=True)
     count = max(-(-sum(lengths[i] for i in rank) // cap) for rank in ranks)
     return [
-        [[rank[i] for i in part] for part in differenced([lengths[i] for i in rank], count, equal=False)]
+        [
+            [rank[i] for i in part]
+            for part in differenced([lengths[i] for i in rank], count, equal=False)
+        ]
         for rank in ranks
     ]
 
@@ -141,9 +144,9 @@ def rows(seeds: int) -> list[dict[str, Any]]:
             counts.append(sum(map(len, ranks)))
         found.append(
             {
-                "batches": name, "planner": name, "as": label, "over": over, "excess": max(excesses),
+                "batches": name, "planner": name, "as": label, "over": over,
                 "micro-batches": round(float(np.mean(counts))), "ms": 1e3 * median(times_s),
-                "fullest / cap": fullest,
+                "fullest / cap": fullest, "excess": max(excesses),
             }
         )  # fmt: skip
     return found

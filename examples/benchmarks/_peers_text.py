@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from _peers_runs import MIB, Way, Work
+from _peers_runs import Way, Work
 
 TITLE = "Fine-tuning on real text"
 TEXT = (
@@ -41,14 +41,19 @@ def prepare(folder: Path, samples: int) -> None:
 
     every = texts()
     drawn = random.Random(0).sample(every, min(samples, len(every)))
-    rules = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    rules = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106 (no password)
     rules.normalizer = normalizers.BertNormalizer()
     rules.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=8000, special_tokens=special, show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=8000, special_tokens=special, show_progress=False
+    )
     rules.train_from_iterator([text for text, _ in every], trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=rules, pad_token="[PAD]", unk_token="[UNK]", model_max_length=LONGEST
+        tokenizer_object=rules,
+        pad_token="[PAD]",  # noqa: S106
+        unk_token="[UNK]",  # noqa: S106
+        model_max_length=LONGEST,
     )
     tokenizer.save_pretrained(folder / "tokenizer")
     ids = tokenizer([text for text, _ in drawn], truncation=True)["input_ids"]
@@ -235,7 +240,7 @@ def ours(work: Work, _: None) -> Any:
 
 
 def ours_tuned(work: Work, _: None) -> Any:
-    """Windows as large as a quarter of the data set are small here: larger ones have less padding."""
+    """Larger windows, which have less padding."""
     import torchbudget
 
     return torchbudget.loader(
@@ -250,13 +255,13 @@ SORTED = "it sorts the whole data set, the same batches in every epoch"
 WAYS = (
     Way(name="torchbudget.loader", make=ours, tuned=ours_tuned, resumed="tried"),
     Way(name="fixed batches", make=fixed, documented=16),
-    Way(name="LengthGroupedSampler", make=grouped, why=SMALL, documented=16, needs="transformers.trainer_pt_utils", package="transformers"),
-    Way(
-        name="BatchRebalanceSampler", make=rebalanced, why=SMALL, tuned=rebalanced_in_steps, documented=16,
-        needs="transformers.trainer_pt_utils", package="transformers",
-    ),
-    Way(name="online-dynamic-batching", make=odb, why=ONLINE, documented=16_384, needs="odb", package="online-dynamic-batching"),
-    Way(name="dynabatch", make=dynabatch, why=SORTED, documented=16, needs="dynabatch", package="dynabatch"),
-    Way(name="Lightning's finder", make=fixed, find=found_by_lightning, needs="lightning.pytorch", package="lightning"),
+    Way(name="LengthGroupedSampler", make=grouped, documented=16, why=SMALL,
+        needs="transformers.trainer_pt_utils"),
+    Way(name="BatchRebalanceSampler", make=rebalanced, tuned=rebalanced_in_steps, documented=16,
+        why=SMALL, needs="transformers.trainer_pt_utils"),
+    Way(name="online-dynamic-batching", make=odb, documented=16_384, in_tokens=True, why=ONLINE,
+        needs="odb"),
+    Way(name="dynabatch", make=dynabatch, documented=16, why=SORTED, needs="dynabatch"),
+    Way(name="Lightning's finder", make=fixed, find=found_by_lightning, needs="lightning.pytorch"),
 )  # fmt: skip
 BASE = "fixed batches"

@@ -16,8 +16,9 @@ Every run is a process of its own with one thread, `num_workers=0`, and a limit 
 Out of memory is then an exception, as on a GPU, and finders of batch sizes can catch it.
 
 `documented` takes the setting of the library's own documentation, and half of it as often as memory
-runs out. `tuned` bisects for the largest that runs, then takes the faster of it and its half. The table has an epoch of each, in turn, and medians of the repetitions. Speeds are of the
-seconds that the training process computes, since other programs may run on the machine.
+runs out. `tuned` bisects for the largest that runs, then takes the faster of it and its half. The
+table has an epoch of each, in turn, and medians of the repetitions. Speeds are of the seconds that
+the training process computes, since other programs may run on the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,14 +84,10 @@ def machine() -> str:
 
 
 def versions(ways: Iterable[Way]) -> str:
-    found = {}
-    for way in ways:
-        try:
-            found[way.package] = version(way.package)
-        except PackageNotFoundError:
-            found[way.package] = "not installed"
-    found.pop("torch", None)
-    return ", ".join(f"{name} {one}" for name, one in sorted(found.items()))
+    """Of the libraries that the ways use."""
+    distributions = packages_distributions()
+    names = {distributions[way.needs.partition(".")[0]][0] for way in ways} - {"torch"}
+    return ", ".join(f"{name} {version(name)}" for name in sorted(names))
 
 
 def measured(name: str, settings: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -110,8 +107,17 @@ def measured(name: str, settings: argparse.Namespace, folder: Path) -> list[dict
         return [{"workload": name, "note": f"{seeds} seeds", **said, **one} for one in found]
     workload.prepare(folder, options["samples"])
     job = {"folder": str(folder), "room": options["mib"] * MIB}
-    ways = [way for way in workload.WAYS if way.is_installed and settings.ways in way.name]
-    trials = [Trials(module, way, job, tuned) for way in ways for tuned in (False, True)]
+    ways = [
+        way
+        for way in workload.WAYS
+        if way.is_installed and any(part in way.name for part in settings.ways)
+    ]
+    sizes = workload.sizes(folder)
+    trials = [
+        Trials(module, way, job, tuned, sum(sizes) if way.in_tokens else len(sizes))
+        for way in ways
+        for tuned in (False, True)
+    ]
     for trial in trials:
         if trial.is_possible:
             trial.settle()
@@ -121,11 +127,14 @@ def measured(name: str, settings: argparse.Namespace, folder: Path) -> list[dict
             if trial.is_possible:
                 trial.repeat()
         progress(f"{name}: repetition {repetition + 1}")
-    sizes = workload.sizes(folder)
     base_way = next(way for way in workload.WAYS if way.name == workload.BASE)
     rows = [row(name, trial, base_way, sizes) for trial in trials]
     base = next(
-        (one["tokens/s"] for one in rows if (one["batches"], one["as"]) == (workload.BASE, "tuned")),
+        (
+            one["tokens/s"]
+            for one in rows
+            if (one["batches"], one["as"]) == (workload.BASE, "tuned")
+        ),
         None,
     )
     for one in rows:
@@ -268,9 +277,9 @@ def draw(rows: list[dict[str, Any]], key: str, label: str, line: float, path: Pa
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
     """Replace what stands between the markers of the page, and its two figures."""
-    before, begin, rest = path.read_text().partition(BEGIN)
+    before, _, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"{path} must have the lines {BEGIN} and {END}"
+    assert end, f"{path} must have the lines {BEGIN} and {END}"
     path.write_text(f"{before}{BEGIN}\n\n{page(rows)}\n\n{END}{after}")
     folder = path.parent / "images"
     folder.mkdir(exist_ok=True)
@@ -284,7 +293,7 @@ def main() -> None:
     line = parser(__doc__, repetitions=3, samples=0)
     line.add_argument("--quick", action="store_true", help="few samples, one repetition")
     line.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    line.add_argument("--ways", default="", help="part of the names of those to run; default: all")
+    line.add_argument("--ways", nargs="+", default=[""], help="parts of the names of those to run")
     line.add_argument("--page", type=Path, default=PAGE, help="page to write; default: the docs'")
     settings = line.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -301,7 +310,9 @@ def main() -> None:
         if one["batches"].startswith(OURS) and "starts" in one:
             where = f"{one['workload']}, {one['batches']}, {one['as']}"
             results.bar(f"{where}, lost or twice", one["lost"] + one["twice"], 0)
-            results.bar(f"{where}, starts that ran out of memory", int(one["OOM first"] == "yes"), 0)
+            results.bar(
+                f"{where}, starts that ran out of memory", int(one["OOM first"] == "yes"), 0
+            )
     results.finish(settings.json)
     write(results.rows, settings.page)
 
