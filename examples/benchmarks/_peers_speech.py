@@ -172,7 +172,7 @@ def ours_tuned(work: Work, _: None) -> Any:
 WAYS = (
     Way(name="torchbudget.loader", make=ours, tuned=ours_tuned, resumed="tried"),
     Way(name="fixed batches", make=fixed, documented=16),
-    Way(name="lhotse DynamicBucketing", make=bucketed, tuned=bucketed_tuned, documented=200, in_tokens=True,
-        needs="lhotse.dataset", resumed="refused"),
+    Way(name="lhotse DynamicBucketing", make=bucketed, tuned=bucketed_tuned, documented=200,
+        in_tokens=True, needs="lhotse.dataset", resumed="refused"),
 )  # fmt: skip
 BASE = "fixed batches"
