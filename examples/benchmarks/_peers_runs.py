@@ -249,6 +249,8 @@ class Trials:
         oom: the first attempt ran out of memory.
         setup_s: of the longest set-up: measuring, or a finder's own trials.
         share: of the room that is used, by a way that needs no setting.
+        peaks: the highest / the room, of whole epochs, by setting and share.
+        runs: epochs of the table.
     """
 
     module: str
@@ -261,6 +263,7 @@ class Trials:
     setup_s: float = 0.0
     setting: int | None = None
     share: float = 1.0
+    peaks: dict[Any, float] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -284,6 +287,9 @@ class Trials:
         job = {**self.job, "way": self.way.name, "tuned": self.tuned, "setting": setting}
         found = in_own_process(self.module, {**job, "share": self.share, **options}, 900)
         self.setup_s = max(self.setup_s, found.get("setup_s", 0.0))
+        if not found["oom"] and "peak" in found and not options:
+            key = (setting, self.share)
+            self.peaks[key] = max(self.peaks.get(key, 0.0), found["peak"])
         return found
 
     def attempt(self, setting: int | None, **options: Any) -> bool:

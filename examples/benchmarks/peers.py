@@ -68,8 +68,8 @@ WORKLOADS = {
     "packed": ("_peers_packed", {"samples": 3000, "mib": 384}, {"samples": 250, "mib": 256}),
     "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1500, "mib": 192}),
     "step": ("_peers_step", {"samples": 10}, {"samples": 10}),
-    "speech": ("_peers_speech", {"samples": 1000, "mib": 384}, {"samples": 80, "mib": 384}),
-    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 128}, {"samples": 100, "mib": 128}),
+    "speech": ("_peers_speech", {"samples": 1000, "mib": 384}, {"samples": 60, "mib": 384}),
+    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 192}, {"samples": 60, "mib": 192}),
 }
 
 
@@ -162,7 +162,7 @@ def row(name: str, trial: Trials, base: Way, sizes: Any) -> dict[str, Any]:
     if not runs:
         return cells
     return cells | {
-        "peak / limit": max(run["peak"] for run in runs),
+        "peak / limit": trial.peaks[trial.setting, trial.share],
         "tokens/s": statistics.median(run["tokens"] / run["seconds"] for run in runs),
         "padding": runs[-1]["padding"],
         "lost": max(run["lost"] for run in runs),
