@@ -144,6 +144,7 @@ def run(module: str, job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from torchbudget import configure_allocators
+    from torchbudget.errors import OversizeError
 
     configure_allocators()
     torch.set_num_threads(1)
@@ -184,7 +185,7 @@ def run(module: str, job: Mapping[str, Any]) -> dict[str, Any]:
         found["seconds"] = time.process_time() - computed_s
     except Exception as error:
         limit_data(None)
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) and not isinstance(error, OversizeError):
             raise
         found["oom"] = True
     real = int(sum(work.sizes[index] for index in came))

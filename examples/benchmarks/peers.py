@@ -69,7 +69,7 @@ WORKLOADS = {
     "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1500, "mib": 192}),
     "step": ("_peers_step", {"samples": 10}, {"samples": 10}),
     "speech": ("_peers_speech", {"samples": 1000, "mib": 384}, {"samples": 60, "mib": 384}),
-    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 192}, {"samples": 60, "mib": 192}),
+    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 256}, {"samples": 60, "mib": 256}),
 }
 
 
