@@ -16,9 +16,9 @@ Every run is a process of its own with one thread, `num_workers=0`, and a limit 
 Out of memory is then an exception, as on a GPU, and finders of batch sizes can catch it.
 
 `documented` takes the setting of the library's own documentation, and half of it as often as memory
-runs out. `tuned` bisects for the largest that runs, then takes the faster of it and its half. The
-table has an epoch of each, in turn, and medians of the repetitions. Speeds are of the seconds that
-the training process computes, since other programs may run on the machine.
+runs out. `tuned` bisects for the largest that runs, then takes the fastest of it, its half and its
+quarter. The table has an epoch of each, in turn, and medians of the repetitions. Speeds are of the
+seconds that the training process computes, since other programs may run on the machine.
 """
 
 from __future__ import annotations
@@ -83,6 +83,16 @@ def machine() -> str:
     )
 
 
+def command(settings: argparse.Namespace) -> str:
+    """The command that was given, less the files that it writes."""
+    parts = ["python examples/benchmarks/peers.py", *["--quick"] * settings.quick]
+    if settings.only != list(WORKLOADS):
+        parts += ["--only", *settings.only]
+    if settings.samples:
+        parts += ["--samples", str(settings.samples)]
+    return " ".join(parts)
+
+
 def versions(ways: Iterable[Way]) -> str:
     """Of the libraries that the ways use."""
     distributions = packages_distributions()
@@ -97,10 +107,7 @@ def measured(name: str, settings: argparse.Namespace, folder: Path) -> list[dict
     if settings.samples:
         options["samples"] = settings.samples
     workload = import_module(module)
-    said = {
-        "machine": machine(),
-        "command": "python examples/benchmarks/peers.py" + " --quick" * settings.quick,
-    }
+    said = {"machine": machine(), "command": command(settings)}
     if name == "step":
         seeds = options["samples"]
         found = workload.rows(seeds)
