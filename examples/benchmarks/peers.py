@@ -271,6 +271,7 @@ def draw(rows: list[dict[str, Any]], key: str, label: str, line: float, path: Pa
             axes.annotate(
                 f"{text}, {one['as']}, {starts}", (value or 0, at), (4, 0), fontsize=7,
                 textcoords="offset points", va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
             )  # fmt: skip
         axes.set_yticks(range(len(ways)), ways, fontsize=9)
         axes.invert_yaxis()
