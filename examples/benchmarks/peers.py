@@ -74,12 +74,13 @@ WORKLOADS = {
 
 
 def machine() -> str:
-    """The processor, and the versions that count."""
+    """The processor, the versions that count, and how busy it is."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return (
         f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}, "
-        f"Python {platform.python_version()}, torch {version('torch')}"
+        f"Python {platform.python_version()}, torch {version('torch')}, "
+        f"load average {os.getloadavg()[0]:.0f}"
     )
 
 
@@ -221,7 +222,13 @@ def page(rows: list[dict[str, Any]]) -> str:
             parts.append(table(of, getattr(workload, "SHOWN", SHOWN)))
             parts.append(f"{verdict(of, workload)}`{of[0]['command']}`, {of[0]['note']}.")
     machines = dict.fromkeys(one["machine"] for one in rows)
-    return "\n\n".join([*parts, f"Machine: {'; '.join(machines)}."])
+    parts.append(f"Machine: {'; '.join(machines)}.")
+    if any("--quick" in one["command"] for one in rows):
+        parts.append(
+            "With `--quick` an epoch is a few batches, of small windows: ours have more padding "
+            "than in a long epoch, and speeds vary by some percent."
+        )
+    return "\n\n".join(parts)
 
 
 def table(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
