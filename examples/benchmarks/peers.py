@@ -275,8 +275,9 @@ def draw(rows: list[dict[str, Any]], key: str, label: str, line: float, path: Pa
             axes.barh(at, value or 0, 0.38, color=colour, alpha=1 if tuned else 0.55)
             text = "does not run" if value is None else f"{value:.2f}"
             starts = f"{one['starts']} start" + "s" * (one["starts"] != 1)
+            text = f"{text}, {one['as']}, {starts}" if one["starts"] else one["setting"]
             axes.annotate(
-                f"{text}, {one['as']}, {starts}", (value or 0, at), (4, 0), fontsize=7,
+                text, (value or 0, at), (4, 0), fontsize=7,
                 textcoords="offset points", va="center",
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
             )  # fmt: skip
