@@ -64,13 +64,14 @@ FORMATS = {
 SHOWN = {name: FORMATS[name] for name in FORMATS if name not in ("workload", "tokens/s")}
 # Workloads in the order of the page: module, options of the whole, options of --quick.
 WORKLOADS = {
-    "text": ("_peers_text", {"samples": 3000, "mib": 384}, {"samples": 250, "mib": 384}),
-    "packed": ("_peers_packed", {"samples": 3000, "mib": 384}, {"samples": 250, "mib": 256}),
-    "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1500, "mib": 192}),
+    "text": ("_peers_text", {"samples": 1000, "mib": 384}, {"samples": 100, "mib": 384}),
+    "packed": ("_peers_packed", {"samples": 1000, "mib": 384}, {"samples": 100, "mib": 256}),
+    "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1000, "mib": 192}),
     "step": ("_peers_step", {"samples": 10}, {"samples": 10}),
-    "speech": ("_peers_speech", {"samples": 1000, "mib": 384}, {"samples": 60, "mib": 384}),
-    "embeddings": ("_peers_embed", {"samples": 1500, "mib": 256}, {"samples": 60, "mib": 256}),
+    "speech": ("_peers_speech", {"samples": 400, "mib": 384}, {"samples": 60, "mib": 384}),
+    "embeddings": ("_peers_embed", {"samples": 400, "mib": 256}, {"samples": 40, "mib": 256}),
 }
+QUICK = ["text", "packed", "graphs", "step"]
 
 
 def machine() -> str:
@@ -87,7 +88,7 @@ def machine() -> str:
 def command(settings: argparse.Namespace) -> str:
     """The command that was given, less the files that it writes."""
     parts = ["python examples/benchmarks/peers.py", *["--quick"] * settings.quick]
-    if settings.only != list(WORKLOADS):
+    if settings.only != (QUICK if settings.quick else list(WORKLOADS)):
         parts += ["--only", *settings.only]
     if settings.samples:
         parts += ["--samples", str(settings.samples)]
@@ -307,11 +308,16 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     line = parser(__doc__, repetitions=3, samples=0)
-    line.add_argument("--quick", action="store_true", help="few samples, one repetition")
-    line.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    line.add_argument(
+        "--quick", action="store_true", help="four workloads, few samples, one repetition"
+    )
+    line.add_argument(
+        "--only", nargs="+", choices=WORKLOADS, help="default: all, or the quick ones"
+    )
     line.add_argument("--ways", nargs="+", default=[""], help="parts of the names of those to run")
     line.add_argument("--page", type=Path, default=PAGE, help="page to write; default: the docs'")
     settings = line.parse_args()
+    settings.only = settings.only or (QUICK if settings.quick else list(WORKLOADS))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     warnings.simplefilter("ignore")
     results = Results(FORMATS)
