@@ -66,7 +66,7 @@ SHOWN = {name: FORMATS[name] for name in FORMATS if name not in ("workload", "to
 WORKLOADS = {
     "text": ("_peers_text", {"samples": 1000, "mib": 384}, {"samples": 100, "mib": 384}),
     "packed": ("_peers_packed", {"samples": 1000, "mib": 384}, {"samples": 100, "mib": 256}),
-    "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1000, "mib": 192}),
+    "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1500, "mib": 192}),
     "step": ("_peers_step", {"samples": 10}, {"samples": 10}),
     "speech": ("_peers_speech", {"samples": 400, "mib": 384}, {"samples": 60, "mib": 384}),
     "embeddings": ("_peers_embed", {"samples": 400, "mib": 256}, {"samples": 40, "mib": 256}),
@@ -260,6 +260,8 @@ def draw(rows: list[dict[str, Any]], key: str, label: str, line: float, path: Pa
 
     rows = [one for one in rows if "starts" in one]
     names = [name for name in WORKLOADS if any(one["workload"] == name for one in rows)]
+    if not names:
+        return
     counts = [len({one["batches"] for one in rows if one["workload"] == name}) for name in names]
     figure = Figure(figsize=(8, 0.9 * len(names) + 0.42 * sum(counts)), layout="constrained")
     panels = figure.subplots(
