@@ -147,7 +147,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("state", "rounds: 0 on rank 0, 3 on rank 1"),
         ("once", "window: "),
         ("twice", "window: "),
-        ("stream", "budget: 2000 on rank 0, 1700 on rank 1"),
+        ("stream", "budget_bytes: 2000 on rank 0, 1700 on rank 1"),
         ("stream, workers", "seed: 0 on rank 0, 1 on rank 1"),
         ("stream, look_ahead", "look_ahead: "),
         ("stream, epoch", "epoch: 0 on rank 0, 1 on rank 1"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
 import multiprocessing
 import pickle
-import zlib
 from collections import Counter
 from functools import partial
 from itertools import islice
@@ -129,38 +127,20 @@ def test_a_state_under_other_rules_goes_on(other: Any) -> None:
         assert counted(came) == Counter(range(300))
 
 
-TOO_LONG = base64.b85encode(zlib.compress(bytes(2**20))).decode()
-
-
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (None, "expected a mapping from state_dict"),
-        ([1], "got list"),
-        ({}, "lacks dealing, dealt, done, epoch"),
-        ({"rounds": ...}, "lacks rounds"),
-        ({"epoch": -1}, "epoch must be an int of at least 0, got -1"),
-        ({"pass": 1.0}, "pass must be an int of at least 0, got 1.0"),
-        ({"first": True}, "first must be an int of at least 0, got True"),
-        ({"done": "0"}, "done must be an int"),
-        ({"start": 200}, r"200 … 100 are not within the epoch's 300"),
-        ({"stop": 301}, r"0 … 301 are not within the epoch's 300"),
-        ({"rounds": 10**6}, "rounds, 1000000, are more than its window's 100 samples"),
-        ({"order": None}, "order is malformed"),
-        ({"order": {}}, "order is malformed"),
-        *(({"dealt": text}, "window of 100 samples is malformed") for text in ("!", '"', TOO_LONG)),
-        ({"dealing": None, "left": 5}, "window of 100 samples is malformed"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_malformed_state_is_refused(changed: Any, message: str) -> None:
+    "changed",
+    [None, [1], {}, {"rounds": ...}, {"epoch": -1}, {"stop": 99}, {"number": 1.0}, {"first": True},
+     {"dealt": "!"}, {"left": 5}, {"order": {}}, {"dealing": None}],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_state_is_refused(changed: Any) -> None:
     """What is no state, or lacks a part, is refused, and leaves the sampler as it was."""
     state = changed
     if isinstance(changed, dict) and changed:
         whole = saved_after(3, window=100) | changed
         state = {name: value for name, value in whole.items() if value is not ...}
     sampler = sampler_of(window=100)
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(StateError, match="returned, neither changed nor damaged; got"):
         sampler.load_state_dict(state)
     assert list(sampler) == list(sampler_of(window=100))
 

@@ -88,16 +88,15 @@ def splittings(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
     return starts, sum(runs), costs, draw(st.integers(1, sum(runs)))
 
 
-def split(starts: Any, length: int, costs: Any, target: int, multiple: int = 1) -> list[int]:
-    found = split_to(np.array(starts), length, np.array(costs), target, multiple=multiple)
-    return found.tolist()
+def split(starts: Any, length: int, costs: Any, target: int) -> list[int]:
+    return split_to(np.array(starts), length, np.array(costs), target).tolist()
 
 
-@given(splittings(), st.sampled_from([1, 1, 2, 4, 8]))
-def test_splitting_only_adds_starts(case: Any, multiple: int) -> None:
+@given(splittings())
+def test_splitting_only_adds_starts(case: Any) -> None:
     """Runs are split until there are enough, and are never joined, moved, or left empty."""
     starts, length, costs, target = case
-    found = split(starts, length, costs, target, multiple)
+    found = split(starts, length, costs, target)
     assert len(found) == max(target, len(starts))
     assert set(starts) <= set(found)
     assert found[0] == 0

@@ -13,7 +13,6 @@ from tests.support.sampler_cases import samplers
 from tests.support.samplers import TOKENS, counted, sampler_of
 from torchbudget import PaddedCost
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.dealing import rotate
 from torchbudget.plan.solver import WindowKey
 
 # ---------------------------------------------------------------------- fair over time
@@ -27,7 +26,7 @@ def test_each_rank_takes_each_place_once_in_every_run_of_windows(
     numbers = np.arange(first, first + windows)
     key = WindowKey(seed=seed, path=(0,), places=numbers, numbers=numbers, shuffle=True)
     places = np.tile(np.arange(ranks), (windows, 1))  # a round of each window
-    taken = rotate(places, key.turns(ranks))
+    taken = key.rotated(places, np.ones(windows, np.int64))
     assert np.array_equal(np.sort(taken, axis=1), places)
     for start in range(windows - ranks + 1):
         for rank in range(ranks):

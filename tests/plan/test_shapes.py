@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +19,12 @@ from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudgetBatchSampler,
     PackedCost,
+    PadCollate,
     PaddedCost,
     best_shapes,
+    plan_step,
 )
+from torchbudget.checks import shape_of
 from torchbudget.errors import (
     CostError,
     MeasureWarning,
@@ -142,3 +146,16 @@ def test_a_process_keeps_its_shapes_or_raises() -> None:
     fewer.load_state_dict(state)
     assert fewer.shapes != before
     assert counted(fewer) == counted([list(range(40))])
+
+
+def test_a_step_takes_few_shapes() -> None:
+    """All ranks of a round have one shape within the budget, to which the collate pads."""
+    sizes = np.random.default_rng(0).integers(1, 100, 64)
+    step = plan_step(sizes, PaddedCost(unit_bytes=1), 400, num_replicas=4, max_shapes=3)
+    rounds = [*zip(*step.micro_batches, strict=True)]
+    shapes = [{shape_of(step.shapes, len(b), sizes[b].max()) for b in mine} for mine in rounds]
+    assert all(len(found) == 1 for found in shapes)
+    assert all(n * length <= 400 for n, length in step.shapes)
+    batch = [torch.ones(int(sizes[i])) for i in rounds[0][0]]
+    collate = PadCollate(size_multiple=step, row_mask=True)
+    assert {tuple(collate(batch).data.shape)} == shapes[0]

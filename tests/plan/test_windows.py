@@ -208,7 +208,7 @@ def test_a_unit_of_one_micro_batch_is_oversize_as_a_whole() -> None:
         (TOKENS, 99, {"max_batch_size": 2}),
     ):
         given = {"units": ([7, 7, 3, 7, 3], "micro_batch"), **options}
-        with pytest.raises(OversizeError, match=r"1 of 2 units .* the first that of index 0"):
+        with pytest.raises(OversizeError, match=r"1 of 2 units .* the first at index 0"):
             plan_step([8, 7, 9, 7, 2], cost, budget, **given)
         skipping = plan_step([8, 7, 9, 7, 2], cost, budget, oversize="skip", **given)
         assert skipping.skipped_samples.tolist() == [0, 1, 3]

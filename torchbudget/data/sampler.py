@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader, Sampler
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import called_as, check_flags, is_number, natural, optional
+from torchbudget.checks import called_as, check_flags, natural, optional
 from torchbudget.cost.measured import MOST_MARGIN, MeasuredCost
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.data.frameworks import Caller
@@ -25,11 +25,11 @@ from torchbudget.data.size_check import SizeCheck
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
-from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.cursor import PLACE, Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
 from torchbudget.plan.micro_batch import MicroBatch, Window
-from torchbudget.plan.order import Order, weights_of
+from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
@@ -95,7 +95,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
             measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
-            Default: the cost itself.
+            Without `samples_per_step` ranks wait every round: a round is one run of the sorted
+            window, of which rank r takes every R-th sample, where that takes less time. Default:
+            the cost itself.
         batches_per_epoch: micro-batches of an epoch on each rank. The next epoch goes on in the
             order where the last one ended, and data that ends starts over. Default: an epoch is one
             pass over the data. Not with `samples_per_step`.
@@ -159,13 +161,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     ) -> None:
         check_flags(shuffle=shuffle, drop_last=drop_last)
         ranks = AskedRanks(num_replicas, rank)
-        if samples_per_step is not None:
-            for name, given in (("window", window), ("batches_per_epoch", batches_per_epoch)):
-                if given is not None:
-                    raise OptionError(
-                        f"with samples_per_step a window is one step, and an epoch is one pass: "
-                        f"leave {name} out, got {name}={given}, samples_per_step={samples_per_step}"
-                    )
+        if samples_per_step is not None and (window, batches_per_epoch) != (None, None):
+            raise OptionError(
+                "with samples_per_step a window is one step, and an epoch is one pass: leave "
+                f"window and batches_per_epoch out, got {window=}, {batches_per_epoch=}"
+            )
         if weights is not None and batches_per_epoch is None:
             raise OptionError(
                 "weights draw with replacement, so that an epoch has no length of its own: give "
@@ -192,10 +192,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             groups=groups,
             units=units,
             shuffle=shuffle,
-            weights=weights_of(weights),
+            weights=weights,
             seed=natural("seed", seed),
         )
-        units_need_steps = order.units is not None and (drop_last or not order.units.whole)
+        units_need_steps = order.units is not None and (drop_last or not order.labels.whole)
         if units_need_steps and samples_per_step is None:
             raise OptionError(
                 "units need samples_per_step; without it keep each of them in one micro-batch, by "
@@ -245,7 +245,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                 "ranks now, which would take other samples: start it before the first iter(), or "
                 "call set_epoch() after it started"
             )
-        plan = self._plan.changed(ranks=number, window=self._window)
+        plan = self._plan.changed(number=number, window=self._window)
         if self._loaded is not None:
             self._place = Cursor.decode(self._loaded, self._order, plan)
         self._plan, self._length = plan, None
@@ -340,9 +340,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         if caller.loader is not None:
             self.check_dataset(caller.loader.dataset)
         plan, cursor = self.plan, self._cursor
-        names = ("epoch", "first", "number", "start", "rounds", "done")
-        at = {"batches_per_epoch": plan.batches_per_epoch, **{n: getattr(cursor, n) for n in names}}
-        at["done_of_groups"] = str(cursor.groups)
+        at = {name: getattr(cursor, name) for name in PLACE}
+        at |= {"batches_per_epoch": plan.batches_per_epoch, "done_of_groups": str(cursor.groups)}
         check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
         caller.check_length(
             self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
@@ -426,7 +425,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             )
         before = vars(self).copy()
         self._begin_at(Cursor(epoch=self.epoch))
-        self._plan = plan.repeating()
+        self._plan = plan.changed(repeats=True)
         try:
             yield
         finally:
@@ -540,8 +539,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""
-        if isinstance(dataset, Sized):
-            self._plan.order.check_length(len(dataset))
+        sizes = self._plan.order.dataset_length
+        if isinstance(dataset, Sized) and len(dataset) != sizes:
+            raise OptionError(
+                f"the sampler has {sizes:,} sizes, but the data set has {len(dataset):,} samples: "
+                "pass one size for each sample"
+            )
 
 
 def best_shapes(
@@ -728,10 +731,8 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        if isinstance(place, MicroBatch):
-            after = place.after
-        else:
-            after = self._source._plan.next_epoch(place)
+        plan = self._source._plan
+        after = place.after if isinstance(place, MicroBatch) else plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
                 f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "
@@ -743,8 +744,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _state(self, place: Cursor | MicroBatch) -> dict[str, Any]:
         cursor = place.after if isinstance(place, MicroBatch) else place
-        state: dict[str, Any] = self._source._state_of(cursor)
-        return state
+        return dict(self._source._state_of(cursor))
 
 
 def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:
@@ -754,9 +754,8 @@ def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:
     """
     cost = plan.rules.cost
     match state:
-        case {"replanned": {"margin": margin, "cost": saved}} if (
+        case {"replanned": {"margin": float(margin), "cost": saved}} if (
             isinstance(cost, MeasuredCost)
-            and is_number(margin)
             and cost.margin < margin <= MOST_MARGIN
             and cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) == saved
         ):

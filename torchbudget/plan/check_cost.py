@@ -47,11 +47,10 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
         if isinstance(limit.cost, AdditiveCost):  # samples are added one by one
             name, function = f"{limit.name}.item_bytes", limit.cost.item_bytes
             _answer(name, function, padded, shape=(len(padded),))
+    most = _MOST if rules.most is None else rules.most
     for limit in limits:
         if isinstance(limit.cost, MeasuredCost) and limit.cost.caution:
             warn(limit.cost.caution, MeasureWarning)
-    most = _MOST if rules.most is None else rules.most
-    for limit in limits:
         if not isinstance(limit.cost, AdditiveCost):
             _check_capacity(limit, padded, most)
 
@@ -73,28 +72,16 @@ def _check_capacity(limit: Limit, padded: IntArray, most: int) -> None:
 
 
 def _check_shapes(name: str, model: CostModel, padded: IntArray, budget: int) -> None:
-    if padded.ndim == 2:
-        _check_axes(name, model, padded[0])
-    elif (axes := getattr(model, "axes", 1)) > 1:
+    axes, given = getattr(model, "axes", None), padded[0].size
+    if axes not in (None, given):
+        takes, came = ("(N,)" if number == 1 else f"(N, {number})" for number in (axes, given))
         raise SizesError(
-            f"the {name} takes sizes of {axes} axes, shape (N, {axes}), as sizes_of(dataset, key) "
-            f"with a tuple of {axes} fields returns them; got sizes of one axis, shape (N,)"
+            f"the {name} takes sizes of the shape {takes}, got {came}: give it unit_bytes or "
+            "pair_bytes for every axis, and sizes_of(dataset, key) a field for each"
         )
     many = np.full(len(padded), 1)
     _answer(f"{name}.batch_bytes", model.batch_bytes, many, padded, shape=many.shape)
     _answer(f"{name}.capacity", model.capacity, padded, many * budget, shape=many.shape)
-
-
-def _check_axes(name: str, model: CostModel, size: IntArray) -> None:
-    try:
-        axes = np.ndim(model.batch_bytes(1, size))
-    except Exception:  # noqa: BLE001  (its own, which `_answer` explains)
-        return
-    if axes:
-        raise SizesError(
-            f"the {name} takes sizes of one axis, got sizes of {len(size)} axes; give it "
-            "unit_bytes or pair_bytes for every axis"
-        )
 
 
 def _answer(

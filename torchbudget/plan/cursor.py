@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,20 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.checks import is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.plan.fingerprint import MEANING, Plain
+from torchbudget.plan.fingerprint import MEANING, Plain, fingerprint
 
 if TYPE_CHECKING:
-    from torchbudget.plan.order import Order
     from torchbudget.plan.plan import Plan
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 # Natural numbers.
-_PLACE: Final = ("epoch", "first", "pass", "start", "stop", "rounds", "done", "strips")
-_KEYS: Final = frozenset([*_PLACE, "groups", "dealt", "left", "order", "dealing"])
+PLACE: Final = ("epoch", "first", "number", "start", "stop", "rounds", "done")
+_KEYS: Final = (*PLACE, "strips", "groups", "dealt", "left", "order", "dealing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,15 +104,16 @@ class Cursor:
         if plan is not None:
             as_cut = plan.sorted_positions(self, plan.strips)
             dealt, left = _text(self.left, as_cut), _text(plan.left_of(self), as_cut)
-        place = (self.epoch, self.first, self.number, self.start, self.stop, self.rounds, self.done)
-        return {
-            **dict(zip(_PLACE, (*place, 0 if plan is None else plan.strips), strict=True)),
+        state = {
+            **{name: getattr(self, name) for name in PLACE},
+            "strips": None if plan is None else plan.strips,
             "groups": None if self.groups is None else list(self.groups),
             "dealt": dealt,
             "left": left,
             "order": dict(order),
             "dealing": None if plan is None else plan.dealing_digest,
         }
+        return {**state, "digest": _digest(state)}
 
     @classmethod
     def decode(cls, state: Mapping[str, Any], order: Plain, plan: Plan) -> Cursor:
@@ -126,66 +126,38 @@ class Cursor:
             StateError: the state is malformed.
             StateMismatchError: it belongs to another data set or order.
         """
-        check_meaning(state, _KEYS, order)
-        place = (_natural(state, key) for key in _PLACE)
-        epoch, first, number, start, stop, rounds, done, strips = place
-        positions = len(plan.order)
-        if not start <= stop <= positions:
-            raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
-        found = cls(
-            epoch=epoch,
-            first=first,
-            number=number,
-            start=start,
-            stop=stop,
-            done=done,
-            groups=_groups(state["groups"], start, stop, plan.order),
-            plan=plan if stop > start else None,
-        )
-        if found.plan is None:
-            return found
-        as_cut = plan.sorted_positions(found, strips)
-        if rounds > len(as_cut):
-            raise StateError(
-                f"the state's rounds, {rounds}, are more than its window's {len(as_cut)} samples"
-            )
+        _check(state, order)
+        place = {name: state[name] for name in PLACE}
+        groups = None if state["groups"] is None else tuple(state["groups"])
+        if state["start"] == state["stop"]:
+            return cls(**place, groups=groups)
         same = state["dealing"] == plan.dealing_digest
-        text = state["dealt"] if same else state["left"]
+        text = state["dealt" if same else "left"]
+        found = cls(**place | ({} if same else {"rounds": 0}), groups=groups, plan=plan)
         if text is None:
-            return replace(found, rounds=rounds if same else 0)
+            return found
+        as_cut = plan.sorted_positions(found, state["strips"])
         left = np.empty(len(as_cut), np.bool_)
         left[as_cut] = _mask(text, len(as_cut))
-        return replace(found, left=left, rounds=rounds if same else 0)
+        return replace(found, left=left)
 
 
-def check_meaning(state: object, keys: frozenset[str], order: Plain) -> None:
+def _check(state: object, order: Plain) -> None:
     """Check that a state is one, and that its positions mean the same samples here.
-
-    Args:
-        state: a mapping with an order and these keys.
-        keys: that it must have.
-        order: what must be the same.
 
     Raises:
         StateError: the state is malformed.
         StateMismatchError: it belongs to another data set or order.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(f"expected a mapping from state_dict(), got {type(state).__name__}")
-    missing = sorted(keys - set(state))
-    if missing:
+    if not isinstance(state, Mapping) or state.get("digest") != _digest(state):
+        got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise StateError(
-            f"the state lacks {', '.join(missing)}: it is no sampler's or stream's state_dict()"
-        )
-    saved = state["order"]
-    if not isinstance(saved, Mapping) or set(saved) != set(order):
-        raise StateError(
-            "the state's order is malformed: it is no sampler's or stream's state_dict()"
+            f"expected what state_dict() returned, neither changed nor damaged; got {got}"
         )
     differing = "; ".join(
-        f"{MEANING.get(name, name)}: saved {saved[name]!r}, now {order[name]!r}"
+        f"{MEANING.get(name, name)}: saved {state['order'][name]!r}, now {order[name]!r}"
         for name in order
-        if saved[name] != order[name]
+        if state["order"][name] != order[name]
     )
     if differing:
         raise StateMismatchError(
@@ -194,26 +166,9 @@ def check_meaning(state: object, keys: frozenset[str], order: Plain) -> None:
         )
 
 
-def _natural(state: Mapping[str, Any], key: str) -> int:
-    value = state[key]
-    if not is_int(value) or value < 0:
-        raise StateError(f"the state's {key} must be an int of at least 0, got {value!r}")
-    return value
-
-
-def _groups(given: Any, start: int, stop: int, order: Order) -> tuple[int, ...] | None:
-    groups = order.apart
-    if given is None or groups is None:
-        return None
-    sizes = groups.counts.tolist()
-    valid = isinstance(given, list) and len(given) == len(sizes) and all(map(is_int, given))
-    valid = valid and all(0 <= n <= size for n, size in zip(given, sizes, strict=True))
-    if not valid or (start < stop and groups.at(start) != groups.at(stop - 1)):
-        raise StateError(
-            f"the state's groups must be {len(sizes)} numbers of samples, and positions {start} … "
-            f"{stop} of one of them: {given!r}"
-        )
-    return tuple(given)
+def _digest(state: Mapping[str, Any]) -> str:
+    parts = [state.get(key) for key in _KEYS]
+    return fingerprint(json.dumps(parts, sort_keys=True, default=repr))
 
 
 def _text(mask: BoolArray | None, order: IntArray) -> str | None:
@@ -222,13 +177,6 @@ def _text(mask: BoolArray | None, order: IntArray) -> str | None:
     return base64.b85encode(zlib.compress(np.packbits(mask[order]).tobytes(), 9)).decode("ascii")
 
 
-def _mask(text: object, length: int) -> BoolArray:
-    packed = -(-length // 8)
-    try:
-        # A longer text than any mask of this window has is not unpacked.
-        unpacked = zlib.decompressobj().decompress(base64.b85decode(str(text)), packed + 1)
-    except (ValueError, zlib.error):
-        unpacked = b""
-    if len(unpacked) != packed:
-        raise StateError(f"the state's window of {length} samples is malformed")
-    return np.unpackbits(np.frombuffer(unpacked, np.uint8), count=length).astype(np.bool_)
+def _mask(text: str, length: int) -> BoolArray:
+    packed = zlib.decompress(base64.b85decode(text))
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=length).astype(np.bool_)

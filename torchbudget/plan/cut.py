@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
+from torchbudget.plan.groups import NO_LABELS, Labels
 from torchbudget.plan.rules import BatchRules
 
 # Keys of a row from which a radix sort is the faster one: at 4,096 it takes 4 ns a key instead of
@@ -37,10 +38,9 @@ def ascending(keys: npt.NDArray[np.integer[Any]]) -> IntArray:
     length = keys.shape[1]
     bits = max(length - 1, 1).bit_length()
     largest = int(keys.max(initial=0))
-    if largest < 2**16 and length >= _RADIX:
-        return np.argsort(keys.astype(np.uint16, copy=False), axis=1, kind="stable")
-    if largest >= 2 ** (63 - bits):
-        return np.argsort(keys, axis=1, kind="stable")
+    if largest >= 2 ** (63 - bits) or (largest < 2**16 and length >= _RADIX):
+        narrow = keys.astype(np.min_scalar_type(largest), copy=False)
+        return np.argsort(narrow, axis=1, kind="stable")
     width = np.uint32 if largest < 2 ** (32 - bits) else np.uint64
     joined = keys.astype(width)
     np.left_shift(joined, width(bits), out=joined)
@@ -96,14 +96,17 @@ class Windows(ABC):
         sizes: shape `(windows, S)` or `(windows, S, d)`.
         order: order of the samples in each window, shape `(windows, S)`.
         rules: budget and options of a micro-batch.
-        units: number of the unit of each sample of a single window, shape `(S,)`: no run divides
-            one. `None`: each sample is one.
+        labels: of the samples of a single window: no run has two groups, nor a part of a unit that
+            stays in one micro-batch.
 
     Attributes:
-        samples: places in the given sizes, window after window, shape `(windows·S,)`.
+        samples: places in the given sizes, window after window, group after group, shape
+            `(windows·S,)`.
         sizes: sizes of those samples, in the shape that was given.
-        summed: see `BatchRules.longest_summed`; `None` also of packed samples.
-        ends: numbers of the last runs of a single window, of each group.
+        groups: number of each sample's group, by its place; `None`: all are alike.
+        units: number of each sample's unit, by its place; `None`: each sample is one.
+        reach: samples of a run from each sample on at the most, by summed limits and by its
+            group's end, shape `(windows, S)`; `None`: any number, or packed samples.
     """
 
     def __init__(
@@ -111,18 +114,24 @@ class Windows(ABC):
         sizes: npt.NDArray[Any],
         order: IntArray,
         rules: BatchRules,
-        units: IntArray | None = None,
+        labels: Labels = NO_LABELS,
     ) -> None:
         windows, self.length = sizes.shape[:2]
-        self.rules, self.units = rules, units
-        if units is not None:  # each of them stands where the first of its samples does
-            _, first, unit = np.unique(units[order[0]], return_index=True, return_inverse=True)
+        self.rules, self.groups = rules, labels.groups
+        self.units = labels.units if labels.whole else None
+        if self.groups is not None:
+            order = order[:, np.argsort(self.groups[order[0]], kind="stable")]
+        if self.units is not None:  # each of them stands where the first of its samples does
+            _, first, unit = np.unique(self.units[order[0]], return_index=True, return_inverse=True)
             order = order[:, np.argsort(first[unit], kind="stable")]
         self.samples = (order + np.arange(windows)[:, None] * self.length).reshape(-1)
         flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
-        self.ends: IntArray = np.array([-1])
-        self.summed = rules.longest_summed(self.sizes) if rules.packing is None else None
+        self.reach = rules.longest_summed(self.sizes) if rules.packing is None else None
+        if self.groups is not None:
+            mine = self.groups[self.samples]
+            left = np.searchsorted(mine, mine, side="right") - np.arange(self.length)
+            self.reach = left[None] if self.reach is None else np.minimum(self.reach, left)
 
     @abstractmethod
     def cut(self, budgets: IntArray) -> list[IntArray]:
@@ -159,17 +168,17 @@ class SortedWindows(Windows):
     Args:
         sizes: shape `(windows, S)`.
         rules: budget and options of a micro-batch.
-        units: see `Windows`.
+        labels: see `Windows`.
 
     A cut takes O(distinct sizes) in NumPy and O(micro-batches) in Python.
     """
 
     def __init__(
-        self, sizes: npt.NDArray[Any], rules: BatchRules, units: IntArray | None = None
+        self, sizes: npt.NDArray[Any], rules: BatchRules, labels: Labels = NO_LABELS
     ) -> None:
-        super().__init__(sizes, arrange(sizes, 1), rules, units)
+        super().__init__(sizes, arrange(sizes, 1), rules, labels)
         # Along one axis capacities under the whole budget are looked up by size.
-        self._table = rules.table(int(self.sizes[:, 0].max()))
+        self._table = rules.table(int(sizes.max()))
         self._kinds: list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]] = []
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
@@ -192,10 +201,10 @@ class SortedWindows(Windows):
         else:
             values, which = self._kinds_of(row)
             most = rules.rounded(rules.capacity(values, budget))
-        if self.summed is None and self.units is None:
+        if self.reach is None and self.units is None:
             return which.data, most.data
         # Runs that keep a sum, or units, depend on each sample of them, so that each is a kind.
-        runs = np.minimum(most[which], self.length if self.summed is None else self.summed[row])
+        runs = np.minimum(most[which], self.length if self.reach is None else self.reach[row])
         return range(self.length), self.ended(np.arange(self.length), runs).data
 
     def _kinds_of(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
@@ -238,7 +247,7 @@ class TiledWindows(Windows):
         sizes: shape `(windows, S, d)`.
         order: order of the samples in each window, shape `(windows, S)`: see `arrange`.
         rules: budget and options of a micro-batch.
-        units: see `Windows`.
+        labels: see `Windows`.
     """
 
     def __init__(
@@ -246,9 +255,9 @@ class TiledWindows(Windows):
         sizes: npt.NDArray[Any],
         order: IntArray,
         rules: BatchRules,
-        units: IntArray | None = None,
+        labels: Labels = NO_LABELS,
     ) -> None:
-        super().__init__(sizes, order, rules, units)
+        super().__init__(sizes, order, rules, labels)
         axes = range(sizes.shape[2])
         smallest = np.array([self.sizes[..., axis].min() for axis in axes])
         self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self.length)
@@ -316,9 +325,9 @@ class TiledWindows(Windows):
             tried = np.where(found, np.minimum(run, high), tried)
 
     def _most(self, at: IntArray) -> IntArray:
-        """Bounds on the longest runs from `at` on, by the smallest sample and the summed limits."""
+        """Bounds on the longest runs from `at` on, by the smallest sample and `reach`."""
         most = np.full_like(at, self._longest)
-        return most if self.summed is None else np.minimum(most, self.summed.reshape(-1)[at])
+        return most if self.reach is None else np.minimum(most, self.reach.reshape(-1)[at])
 
     def _bounds(
         self, at: IntArray, tried: IntArray, low: IntArray, high: IntArray, budget: IntArray | int

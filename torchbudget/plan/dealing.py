@@ -49,16 +49,13 @@ class Ranks:
         return self.number * self.multiple
 
 
-def least_rounds(
-    micro_batches: IntArray, length: int, ranks: Ranks, of: str = "samples"
-) -> IntArray:
+def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray:
     """The number of micro-batches that each rank gets of each window.
 
     Args:
         micro_batches: micro-batches of each window under the whole budget, shape `(windows,)`.
         length: samples in each window, or units that stay in one micro-batch.
         ranks: ranks that share the windows.
-        of: name of those, for messages.
 
     Returns:
         Shape `(windows,)`.
@@ -71,9 +68,9 @@ def least_rounds(
     if most > length and not ranks.repeats:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
-            f"{length} {of} that need {int(micro_batches.max())} micro-batches "
+            f"{length} samples that need {int(micro_batches.max())} micro-batches "
             f"cannot be dealt evenly to {ranks.number} ranks{multiples} without repeating or "
-            f"dropping one; use at least {most} {of}, another number of ranks or a larger "
+            f"dropping one; use at least {most} samples, another number of ranks or a larger "
             "budget; a sampler or stream can drop the rest (drop_last=True)"
         )
     return rounds
@@ -95,26 +92,20 @@ def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: i
     Returns:
         The budgets, shape `(windows,)`.
     """
-
-    def counts(budgets: IntArray) -> IntArray:
-        return np.array([len(starts) for starts in windows.cut(budgets)])
-
     precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
     infeasible = low - 1
     middle = (infeasible + feasible) // 2
     # A window that is done stays as it is, so that it does not depend on the others.
     while (wide := feasible - infeasible > precision).any():
-        enough = counts(middle) <= target
+        enough = np.array([*map(len, windows.cut(middle))]) <= target
         feasible = np.where(wide & enough, middle, feasible)
         infeasible = np.where(wide & ~enough, middle, infeasible)
         middle = (infeasible + feasible) // 2
     return feasible
 
 
-def split_to(
-    starts: IntArray, length: int, costs: IntArray, target: int, *, multiple: int = 1
-) -> IntArray:
+def split_to(starts: IntArray, length: int, costs: IntArray, target: int) -> IntArray:
     """Split the costliest runs in two until there are `target` of them.
 
     Args:
@@ -122,7 +113,6 @@ def split_to(
         length: end of the last run; at least `target`.
         costs: bytes of each run, shape `(runs,)`.
         target: number of runs to reach.
-        multiple: the first half of a run is a multiple of it if the run is longer.
 
     Returns:
         The starts of the runs now, shape `(target,)`. A half counts as half the cost of its run.
@@ -135,9 +125,7 @@ def split_to(
     more: list[int] = []
     while len(starts) + len(more) < target:
         cost, start, stop = heapq.heappop(runs)
-        half = -(-(stop - start) // 2)
-        rounded = -(-half // multiple) * multiple
-        middle = start + (rounded if rounded < stop - start else half)
+        middle = -(-(start + stop) // 2)
         more.append(middle)
         for piece in ((-(-cost // 2), start, middle), (-(-cost // 2), middle, stop)):
             if piece[2] - piece[1] > 1:
@@ -166,8 +154,6 @@ def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
     windows, number = costs.shape
     shape = windows, number // ranks, ranks
     order = np.argsort(-costs, axis=1, kind="stable").reshape(shape)
-    if ranks == 1:
-        return order
     weighed = np.take_along_axis(weights, order.reshape(windows, -1), axis=1).reshape(shape)
     heaviest_first = np.argsort(-weighed, axis=2, kind="stable")
     order = np.take_along_axis(order, heaviest_first, axis=2)
@@ -235,10 +221,9 @@ class _Level:
     def __init__(self, windows: SortedWindows, row: int, starts: IntArray, ranks: int) -> None:
         sizes, rules = windows.sizes[row], windows.rules
         self._sizes, self._starts, self._rules, self._ranks = sizes, starts, rules, ranks
-        self._summed = None if windows.summed is None else windows.summed[row, starts[-1] :]
-        self._model = rules.work
+        self._reach = None if windows.reach is None else windows.reach[row, starts[-1] :]
         head = starts[:-1]
-        work = rules.costs(self._model, np.diff(starts), rules.padded(sizes[head]))
+        work = rules.costs(rules.work, np.diff(starts), rules.padded(sizes[head]))
         self._dealt = deal_rounds(work[None], work[None], ranks)[0]
         self._sums = work[self._dealt].sum(axis=0)
         # The longest samples of the tail go to the rank with the most room.
@@ -264,7 +249,7 @@ class _Level:
         starts = np.append(self._starts[:-1], self._starts[-1] + np.array(best[:-1]))
         counts = np.diff(starts, append=len(self._sizes))
         padded = self._rules.padded(self._sizes[starts])
-        work = self._rules.costs(self._model, counts, padded)
+        work = self._rules.costs(self._rules.work, counts, padded)
         last = np.empty(self._ranks, np.int64)
         last[self._order] = len(self._starts) - 1 + np.arange(self._ranks)
         rounds = np.vstack([self._dealt, last])
@@ -281,31 +266,13 @@ class _Level:
         together = max(_RUNS_AT_ONCE // len(self._values), 1)
         for first in range(0, self._ranks, together):
             room = top - self._sums[self._order[first : first + together]]
-            fits = np.minimum(self._model.capacity(self._values, room[:, None]), self._fits)
+            fits = np.minimum(self._rules.work.capacity(self._values, room[:, None]), self._fits)
             longest = self._rules.rounded(np.maximum(fits, 1))
             for rank, runs in enumerate(longest, first):
                 at = bounds[-1]
                 left = length - at - (self._ranks - 1 - rank)  # each later rank gets a sample, too
                 run = runs[self._which[at] - 1]
-                if self._summed is not None:
-                    run = self._rules.rounded(np.minimum(run, self._summed[at]))
+                if self._reach is not None:
+                    run = self._rules.rounded(np.minimum(run, self._reach[at]))
                 bounds.append(at + min(int(run), left))
         return bounds if bounds[-1] == length else None
-
-
-def rotate(rounds: IntArray, turns: IntArray) -> IntArray:
-    """Give the places of rounds to other ranks in every window.
-
-    The costliest place has fewer and longer samples than the cheapest one, and no rank should keep
-    it throughout a run.
-
-    Args:
-        rounds: shape `(rounds, places)`.
-        turns: places by which each round is rotated, shape `(rounds,)`: counted over windows and
-            epochs, so that in `ranks` windows each rank takes each place once.
-
-    Returns:
-        Shape `(rounds, ranks)`.
-    """
-    places = (np.arange(rounds.shape[1]) + turns[:, None]) % rounds.shape[1]
-    return np.take_along_axis(rounds, places, axis=1)

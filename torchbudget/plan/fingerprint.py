@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.protocol import CostModel
-from torchbudget.plan.groups import Groups, Units
 from torchbudget.plan.order import Order
+from torchbudget.plan.rules import BatchRules
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
 
@@ -28,20 +28,17 @@ _NUMBERS: Final = np.array([1, 2, 3, 7, 64])
 _LENGTHS: Final = 32
 
 
-def fingerprint(*parts: bytes | str | npt.NDArray[Any]) -> str:
-    """32 hexadecimal digits of bytes, text and arrays."""
+def fingerprint(*parts: str | npt.NDArray[Any]) -> str:
+    """32 hexadecimal digits of text and arrays."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        data = part if isinstance(part, bytes) else _encoded(part)
+        if isinstance(part, str):
+            data = part.encode()
+        else:
+            data = part.dtype.newbyteorder("<").str.encode() + np.ascontiguousarray(part).tobytes()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def _encoded(part: str | npt.NDArray[Any]) -> bytes:
-    if isinstance(part, str):
-        return part.encode()
-    return part.dtype.newbyteorder("<").str.encode() + np.ascontiguousarray(part).tobytes()
 
 
 def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
@@ -65,12 +62,26 @@ def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
     return fingerprint(*parts)
 
 
-def _of_labels(labels: Groups | Units | None) -> str | None:
-    if labels is None:
-        return None
-    members = labels.codes if labels.members is None else labels.members
-    form = f"{labels.members is None} {getattr(labels, 'whole', None)}"
-    return fingerprint(form, members.astype(np.int64), labels.firsts)
+def rules_identity(rules: BatchRules, *largest: npt.ArrayLike) -> Plain:
+    """The values that must be the same for samples to be cut in the same places.
+
+    Args:
+        rules: of a micro-batch.
+        largest: sizes up to which the costs are called, see `cost_fingerprint`.
+    """
+
+    def named(cost: CostModel) -> str:
+        return fingerprint(*(cost_fingerprint(cost, one) for one in largest))
+
+    return {
+        "cost": named(rules.cost),
+        "budget_bytes": rules.budget_bytes,
+        "size_multiple": rules.size_multiple,
+        "batch_size_multiple": rules.batch_size_multiple,
+        "balance": None if rules.balance is None else named(rules.balance),
+        "limits": " ".join(f"{named(one.cost)} {one.amount}" for one in rules.limits[1:]),
+        "shapes": str(rules.shapes),
+    }
 
 
 def order_identity(order: Order, sizes: str) -> Plain:
@@ -80,13 +91,21 @@ def order_identity(order: Order, sizes: str) -> Plain:
         order: order of an epoch.
         sizes: fingerprint of the data set's sizes.
     """
+    groups, units, of_groups = order.groups, order.units, order.labels.groups
+    if groups is not None:
+        of_groups = np.concatenate([groups.members, groups.firsts])
+    parts: dict[str, npt.NDArray[Any] | None] = {
+        "skipped": order.skipped if len(order.skipped) else None,
+        "weights": order.weights,
+        "groups": of_groups,
+        "units": None,
+    }
+    if units is not None:
+        parts["units"] = np.concatenate([units.members, units.firsts, [order.labels.whole]])
     return {
         "samples": order.dataset_length,
         "sizes": sizes,
-        "skipped": fingerprint(order.skipped) if len(order.skipped) else None,
         "shuffle": order.shuffle,
-        "weights": None if order.weights is None else fingerprint(order.weights),
-        "groups": _of_labels(order.groups),
-        "units": _of_labels(order.units),
+        **{name: None if part is None else fingerprint(part) for name, part in parts.items()},
         "seed": order.seed,
     }

@@ -139,8 +139,8 @@ class MicroBatch:
         done, start = window.done + self.turn + 1, begun.start + window.number * length
         if self._is_last:
             groups = begun.groups
-            if groups is not None and plan.order.apart is not None:
-                group = plan.order.apart.at(start)
+            if groups is not None and plan.order.groups is not None:
+                group = plan.order.groups.at(start)
                 groups = (*groups[:group], groups[group] + length, *groups[group + 1 :])
             stop = start + length
             here = replace(begun, start=stop, stop=stop, left=None, done=done, groups=groups)

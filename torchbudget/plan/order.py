@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -11,13 +12,11 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
-from torchbudget.plan.groups import Groups, Labels, Units
+from torchbudget.plan.groups import NO_LABELS, NONE, Labels, Members, numbered, unit_labels
 from torchbudget.plan.oversize import Oversize, skipped_samples
-from torchbudget.plan.permutation import Permutation, Stream, WordArray, random_words
+from torchbudget.plan.permutation import Permutation, Stream, random_words
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-
-FloatArray = npt.NDArray[np.float64]
 
 _permutation = lru_cache(maxsize=4)(Permutation)  # windows of one pass follow each other
 
@@ -30,12 +29,14 @@ class Order:
         dataset_length: samples in the data set.
         skipped: sorted indices that never appear, shape `(k,)`.
         shuffle: draw at random; otherwise the order of the data set.
-        weights: relative frequencies of the samples, shape `(dataset_length,)`: each position draws
-            independently, with replacement. `None`: a pass has every sample once.
+        weights: relative frequencies of the samples, shape `(dataset_length,)`, copied: each
+            position draws independently, with replacement. `None`: a pass has every sample once.
         seed: of all randomness.
-        groups: labels of the samples. Where windows are of one group each, positions are those of
-            `Groups.members`, each group in an order of its own.
-        units: labels of samples that stay together. Positions are those of the units.
+        groups: where windows are of one group each; positions are those of `Members.members`, each
+            group in an order of its own.
+        names: of these groups, for messages.
+        units: samples that stay together. Positions are those of the units.
+        labels: groups of the samples, where windows mix them, and their units.
 
     Raises:
         OptionError: options that cannot hold together.
@@ -44,11 +45,13 @@ class Order:
     dataset_length: int
     skipped: IntArray
     shuffle: bool = True
-    weights: FloatArray | None = None
+    weights: Any = None
     seed: int = 0
-    groups: Groups | None = None
-    units: Units | None = None
-    _cumulative: FloatArray | None = field(default=None, init=False, repr=False)
+    groups: Members | None = None
+    names: Sequence[Any] = (None,)
+    units: Members | None = None
+    labels: Labels = NO_LABELS
+    _cumulative: npt.NDArray[np.float64] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(
@@ -69,43 +72,70 @@ class Order:
             rules: of a micro-batch, for the samples that are skipped.
             oversize: see `oversized`.
             apart: windows are of one group each.
-            groups: see `Groups.of`.
-            units: see `Units.of`.
+            groups: see `numbered`.
+            units: see `unit_labels`.
             options: further attributes.
         """
-        together = None if units is None else Units.of(units, len(table))
-        if together is not None and together.whole and rules.batch_size_multiple > 1:
+        labels, whole = unit_labels(units)
+        of_unit = None if units is None else numbered("units", labels, len(table))[1]
+        if whole and rules.batch_size_multiple > 1:
             raise OptionError(
                 "units that stay in one micro-batch decide its number of samples: leave "
                 f"batch_size_multiple at 1, got {rules.batch_size_multiple}"
             )
-        skipped = skipped_samples(table, rules, oversize, together)
-        together = None if together is None else together.without(skipped)
-        found = None
+        in_one = None if of_unit is None or not whole else Members.of(of_unit)
+        skipped = skipped_samples(table, rules, oversize, in_one)
+        together = None if of_unit is None else Members.of(of_unit, skipped)
+        found, names, of_group = None, [None], None
         if groups is not None:
-            found = Groups.of(groups, skipped, len(table), apart=apart, units=together)
+            every, of_group = numbered("groups", groups, len(table))
+            of_item = of_group
+            if together is not None:
+                of_item, each = of_group[together.leaders], of_group[together.members]
+                mixed = np.flatnonzero(each != np.repeat(of_item, together.counts))
+                if mixed.size:
+                    raise OptionError(
+                        f"a unit must be of one group: sample {together.members[mixed[0]]} is of "
+                        "another group than the first of its unit"
+                    )
+            if apart:
+                found = Members.of(of_item, skipped if together is None else NONE)
+                names, of_group = every[of_item[found.leaders]].tolist(), None
         return cls(
-            dataset_length=len(table), skipped=skipped, groups=found, units=together, **options
+            dataset_length=len(table),
+            skipped=skipped,
+            groups=found,
+            names=names,
+            units=together,
+            labels=Labels(of_group, of_unit, whole),
+            **options,
         )
 
     def __post_init__(self) -> None:
         if self.weights is None:
             return
-        if self.groups is not None or self.units is not None:
+        if self.groups is not None or not self.labels.alike:
             raise OptionError("weights draw single samples: leave groups and units out, or them")
         if not self.shuffle:
             raise OptionError("weights draw at random: they need shuffle=True, got shuffle=False")
-        if self.weights.shape != (self.dataset_length,):
+        if np.ma.is_masked(self.weights):  # an array would have what is under the mask
+            raise OptionError("weights must be numbers, some are masked: fill them first")
+        try:
+            weights = np.asarray(self.weights, np.float64).copy()
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor's graph
+            raise OptionError(f"weights must be numbers: {error}") from error
+        object.__setattr__(self, "weights", weights)
+        if weights.shape != (self.dataset_length,):
             raise OptionError(
                 f"expected one weight per sample, shape ({self.dataset_length},), "
-                f"got {self.weights.shape}"
+                f"got {weights.shape}"
             )
-        bad = np.flatnonzero(~(np.isfinite(self.weights) & (self.weights >= 0)))
+        bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
         if bad.size:
             raise OptionError(
-                f"weights must be finite and at least 0; weight {bad[0]} is {self.weights[bad[0]]}"
+                f"weights must be finite and at least 0; weight {bad[0]} is {weights[bad[0]]}"
             )
-        weights = np.delete(self.weights, self.skipped)
+        weights = np.delete(weights, self.skipped)
         if not weights.any():
             raise OptionError("no sample that can be drawn has a weight above 0")
         # Weights are relative: their sum must not overflow.
@@ -119,29 +149,6 @@ class Order:
     def samples(self) -> int:
         """Samples to draw from."""
         return self.dataset_length - len(self.skipped)
-
-    @property
-    def apart(self) -> Groups | None:
-        """The groups, where windows are of one group each."""
-        return None if self.groups is None or self.groups.members is None else self.groups
-
-    def labels_of(self, indices: IntArray) -> Labels:
-        """Groups of the samples of a window that mixes them, and their units."""
-        groups, units = self.groups, self.units
-        mixed = groups is not None and groups.members is None
-        return Labels(
-            groups.codes[indices].astype(np.int64) if groups is not None and mixed else None,
-            None if units is None else units.codes[indices].astype(np.int64),
-            units is not None and units.whole,
-        )
-
-    def check_length(self, dataset_length: int) -> None:
-        """Raise an `OptionError` where a data set has not one sample for each size."""
-        if dataset_length != self.dataset_length:
-            raise OptionError(
-                f"the sampler has {self.dataset_length:,} sizes, but the data set has "
-                f"{dataset_length:,} samples: pass one size for each sample"
-            )
 
     def to_index(self, ranks: IntArray) -> IntArray:
         """The index in the data set of the kept sample number `ranks`; O(log skipped) each."""
@@ -168,12 +175,13 @@ class Order:
 
     def _items(self, first: int, number: int, start: int, stop: int) -> IntArray:
         groups, key = self.groups, (first, Stream.PASS, number)
-        if groups is not None and groups.members is not None:
+        if groups is not None:
             group = groups.at(start)
             before = int(groups.firsts[group])
             places: slice | IntArray = slice(start, stop)
             if self.shuffle:
-                permutation = _permutation(int(groups.counts[group]), self.seed, *key, group)
+                count = int(groups.firsts[group + 1]) - before
+                permutation = _permutation(count, self.seed, *key, group)
                 places = permutation.stretch(start - before, stop - before) + before
             return groups.members[places].astype(np.int64)
         if self._cumulative is not None:
@@ -181,7 +189,9 @@ class Order:
                 self.seed, first, Stream.DRAW, number, start=start, count=stop - start
             )
             total = self._cumulative[-1]
-            drawn = np.searchsorted(self._cumulative, _uniform(words) * total, side="right")
+            # Words as floats in [0, 1), by their upper 53 bits.
+            uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            drawn = np.searchsorted(self._cumulative, uniform * total, side="right")
             # Rounding may carry a draw onto the total itself: the last one of a positive weight.
             last = np.searchsorted(self._cumulative, total, side="left")
             ranks: IntArray = np.minimum(drawn, last).astype(np.int64)
@@ -190,24 +200,3 @@ class Order:
         else:
             ranks = np.arange(start, stop)
         return ranks if self.units is not None else self.to_index(ranks)
-
-
-def _uniform(words: WordArray) -> FloatArray:
-    """Words as floats in [0, 1), by their upper 53 bits."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def weights_of(weights: npt.ArrayLike | None) -> FloatArray | None:
-    """Relative frequencies that a user gives, as an array of their own.
-
-    `Order` checks their values.
-
-    Raises:
-        OptionError: they are no numbers, or some are masked.
-    """
-    if np.ma.is_masked(weights):  # an array would have what is under the mask
-        raise OptionError("weights must be numbers, and some are masked: fill them, with 0 perhaps")
-    try:
-        return None if weights is None else np.asarray(weights, np.float64).copy()
-    except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor's graph
-        raise OptionError(f"weights must be numbers: {error}") from error

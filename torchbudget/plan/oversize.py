@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
-from torchbudget.plan.groups import Units
+from torchbudget.plan.groups import NONE, Members
 from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.units import MAX_BYTES
@@ -20,7 +20,6 @@ Oversize: TypeAlias = Literal["raise", "skip", "alone"]
 
 _CHUNK: Final = 2**17
 _log: Final = logging.getLogger("torchbudget")
-_NONE: Final = np.empty(0, np.int64)
 
 
 def check_oversize(oversize: object, rules: BatchRules | None = None) -> None:
@@ -37,34 +36,22 @@ def check_oversize(oversize: object, rules: BatchRules | None = None) -> None:
 
 
 def skipped_samples(
-    sizes: SizeTable, rules: BatchRules, oversize: Oversize, units: Units | None = None
+    sizes: SizeTable, rules: BatchRules, oversize: Oversize, units: Members | None = None
 ) -> IntArray:
     """The samples of a data set that are never drawn: see `oversized`.
 
-    O(1) if the largest size on every axis fits, else O(N). Units that stay in one micro-batch are
-    judged as a whole.
+    O(1) if the largest size on every axis fits and there are no units, else O(N).
 
     Raises:
         OversizeError: also if every sample is over the budget with `"skip"`.
     """
     check_oversize(oversize, rules)
-    if units is not None and units.whole:
-        firsts = units.firsts[:-1]
-        over = np.flatnonzero(rules.exceeded_alone(sizes.values[units.members], firsts) >= 0)
-        if oversize == "alone" or not over.size:
-            return _NONE
-        message = (
-            f"{over.size:,} of {len(units):,} units are over the budget or a limit as a whole, the "
-            f"first that of index {units.members[firsts[over[0]]]}"
-        )
-        if oversize == "raise":
-            raise OversizeError(f"{message}; raise it, or choose oversize='skip' or 'alone'")
-        _log.warning("%s; they are skipped", message)
-        over = np.sort(units.samples(over))
-    elif (rules.exceeded_alone(sizes.largest) < 0).all():
-        return _NONE
+    if units is None:
+        over = oversized(sizes.values, sizes.largest, rules, oversize, "index {}".format)
     else:
-        over = oversized(sizes.values, rules, oversize, lambda place: f"index {place}")
+        of_unit = lambda unit: f"index {units.leaders[unit]}"  # noqa: E731
+        over = oversized(sizes.values, sizes.largest, rules, oversize, of_unit, units)
+        over = np.sort(units.samples(over))
     if over.size == len(sizes):
         raise OversizeError(
             f"all {len(sizes):,} samples are over the budget alone: nothing would be left to draw"
@@ -74,44 +61,53 @@ def skipped_samples(
 
 def oversized(
     sizes: npt.NDArray[Any],
+    largest: npt.NDArray[Any],
     rules: BatchRules,
     oversize: Oversize,
     called: Callable[[int], str],
+    units: Members | None = None,
 ) -> IntArray:
-    """The places of samples to skip.
+    """The places of samples to skip, or the numbers of units.
 
     Args:
         sizes: shape `(n,)` or `(n, d)`.
+        largest: maximum on every axis, shape `()` or `(d,)`.
         rules: cost models and budgets.
         oversize: a sample over the budget raises (`"raise"`), is skipped (`"skip"`, logged once a
             call) or gets a micro-batch of its own, over the budget (`"alone"`).
-        called: returns the name of the sample at a place, for messages.
+        called: returns the name of the sample at a place (of the unit of a number), for messages.
+        units: that stay in one micro-batch and are judged as a whole; `None`: samples are.
 
     Returns:
         Sorted places, shape `(k,)`; none with `"alone"`.
 
     Raises:
-        OversizeError: a sample is over the budget with `"raise"`.
+        OversizeError: a sample or unit is over the budget with `"raise"`.
     """
     if oversize == "alone":
-        return _NONE
-    if (rules.exceeded_alone(sizes.max(axis=0, initial=0)) < 0).all():
-        return _NONE  # costs are monotone
-    found = [
-        first + np.flatnonzero(rules.exceeded_alone(sizes[first : first + _CHUNK]) >= 0)
-        for first in range(0, len(sizes), _CHUNK)
-    ]
-    over = np.concatenate([_NONE, *found])
+        return NONE
+    if units is None and (rules.exceeded_alone(largest) < 0).all():
+        return NONE  # costs are monotone
+    if units is None:
+        kind, number = "samples", len(sizes)
+        chunks = (sizes[first : first + _CHUNK] for first in range(0, max(number, 1), _CHUNK))
+        exceeded = np.concatenate([rules.exceeded_alone(chunk).astype(np.int8) for chunk in chunks])
+    else:
+        kind, number = "units", len(units)
+        exceeded = rules.exceeded_alone(sizes[units.members], units.firsts[:-1])
+    over = np.flatnonzero(exceeded >= 0)
     if not over.size:
         return over
-    worst = sizes[over[0]]
-    limit = rules.limits[int(rules.exceeded_alone(worst))]
+    limit = rules.limits[exceeded[over[0]]]
     what = "the budget" if limit.name == "cost" else limit.name
     message = (
-        f"{over.size:,} of {len(sizes):,} samples are over {what} alone, the first at "
-        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(limit, rules.padded(worst))}"
+        f"{over.size:,} of {number:,} {kind} are over {what} alone, the first at "
+        f"{called(int(over[0]))}"
     )
-    model_bytes, budget = rules.model_bytes(worst), rules.limits[0]
+    if units is None:
+        worst = sizes[over[0]]
+        message += f": size {worst.tolist()} {_needs(limit, rules.padded(worst))}"
+    model_bytes, budget = rules.model_bytes(sizes[0]), rules.limits[0]
     if rules.budget_bytes < model_bytes < MAX_BYTES:
         raise OversizeError(
             f"the model alone needs {budget.text(model_bytes)} of "

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import AdditiveCost, IntArray
 from torchbudget.plan.cut import Windows, ascending
+from torchbudget.plan.groups import NO_LABELS, Labels
 from torchbudget.plan.rules import BatchRules
 
 
@@ -19,40 +20,50 @@ class PackedWindow(Windows):
     Args:
         sizes: shape `(1, S)` or `(1, S, d)`.
         rules: budget and options of a micro-batch.
-        units: see `Windows`.
+        labels: see `Windows`.
     """
 
     def __init__(
-        self, sizes: npt.NDArray[Any], rules: BatchRules, units: IntArray | None = None
+        self, sizes: npt.NDArray[Any], rules: BatchRules, labels: Labels = NO_LABELS
     ) -> None:
-        super().__init__(sizes, np.arange(sizes.shape[1])[None], rules, units)
-        self._given = self.samples, self.sizes
-        self._items = self.samples if units is None else units[self.samples]
+        super().__init__(sizes, np.arange(sizes.shape[1])[None], rules, labels)
+        self._items = self.samples if self.units is None else self.units[self.samples]
         self._parts, self._rooms = parts_of(rules, self.sizes[0], self._items)
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
-        """Pack under the whole budget; `samples` and `sizes` are grouped by bin afterwards.
+        """Pack each group under the whole budget; `samples` and `sizes` are grouped by bin.
 
         Budgets are lowered for padded windows only.
         """
-        parts, rooms = self._parts, self._rooms
-        return [self._group(spread(parts, rooms, fewest_bins(parts, rooms)))]
+        bins, opened = np.zeros(self._parts.shape[1], np.int64), 0
+        group = np.zeros_like(bins)  # of each item
+        if self.groups is not None:
+            group[self._items] = self.groups[self.samples]
+        ordered, starts = grouped_by(group)
+        for items in np.split(ordered, starts[1:]):
+            parts = self._parts[:, items]
+            bins[items] = opened + spread(parts, self._rooms, fewest_bins(parts, self._rooms))
+            opened = int(bins[items].max()) + 1
+        return [self._group(bins)]
 
     def even(self, bins: int) -> IntArray | None:
         """Pack into a number of bins of even work; `samples` and `sizes` are grouped by bin.
 
         Returns:
-            The starts of the bins; `None` where the items need more of them, or are fewer.
+            The starts of the bins; `None` where the items need more of them or are fewer, or are of
+            several groups.
         """
-        work = np.bincount(self._items, work_of(self.rules, self._given[1][0]))
+        if self.groups is not None:
+            return None
+        work = np.bincount(self._items, work_of(self.rules, self.sizes[0]))
         found = spread(self._parts, self._rooms, bins, work)
         return self._group(found) if found.max() + 1 == bins else None
 
     def _group(self, bins: IntArray) -> IntArray:
         """Put the samples into the order of their bins, and return where each bin starts."""
         grouped, starts = grouped_by(bins[self._items])
-        self.samples = self._given[0].take(grouped, mode="clip")
-        self.sizes = self._given[1].take(grouped, axis=1, mode="clip")
+        self.samples = self.samples.take(grouped, mode="clip")
+        self.sizes = self.sizes.take(grouped, axis=1, mode="clip")
         return starts
 
 

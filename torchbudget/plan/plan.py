@@ -7,8 +7,8 @@ generator of an epoch: each `MicroBatch` knows the place where the epoch stands 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -22,8 +22,8 @@ from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
-from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
-from torchbudget.plan.groups import Groups
+from torchbudget.plan.fingerprint import Plain, fingerprint, rules_identity
+from torchbudget.plan.groups import NONE, Members
 from torchbudget.plan.micro_batch import MicroBatch, Span, Window
 from torchbudget.plan.order import Order
 from torchbudget.plan.report import PlanReport, plan_report
@@ -125,27 +125,21 @@ class Plan:
             name = "samples_per_step" if ranks.even_sums else "window"
             of = "" if order.units is None else f" units ({self.window_samples} samples)"
             raise OptionError(f"{name}={window}{of} is below the number of ranks, {number}")
-        if ranks.even_sums and drop_last and len(order) < window:
-            raise OptionError(
-                f"drop_last=True leaves nothing: {len(order)} samples do not fill one step of "
-                f"{window}"
-            )
         # A window can be impossible to deal evenly only where no two samples fit together or shapes
         # are few, and never if it has a multiple of the ranks' number.
         free = order.units is None and not rules.shapes
         pairs = free and bool(rules.alike(sizes.largest) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
-        mixed = order.groups is not None and order.apart is None
-        self._last_is_even = number == 1 or (pairs and not mixed)
-        by_unit = order.units is not None and not order.units.whole
+        self._last_is_even = number == 1 or (pairs and order.labels.groups is None)
+        by_unit = order.units is not None and not order.labels.whole
         self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
         # A pass is one part of windows in turn, or one of each group.
-        whole = np.array([len(order)])
-        self._parts = order.apart or Groups([None], np.empty(0, np.int32), None, whole, 0 * whole)
-        labels = order.groups is not None or order.units is not None
+        self._parts = order.groups or Members(NONE, np.array([0, len(order)]))
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
-        one_by_one = labels or rules.packing is not None or rules.shapes
-        self._most_windows = 1 if one_by_one else max(samples // self.window, 1)
+        several = order.groups is None and order.labels.alike
+        several &= rules.packing is None and not rules.shapes
+        several &= rules.balance is None or ranks.even_sums
+        self._most_windows = max(samples // self.window, 1) if several else 1
         self.strips = best_strips(survey[: self.window], rules)
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
 
@@ -153,53 +147,34 @@ class Plan:
         self,
         *,
         rules: BatchRules | None = None,
-        ranks: int | None = None,
         window: int | None = None,
+        **ranks: Any,
     ) -> Plan:
         """The plan under other rules, or for other ranks.
 
         Args:
             rules: `None`: the same ones.
-            ranks: number of ranks; `None`: the same ones, with the same windows.
-            window: for other ranks; `None`: the default one.
+            window: for another number of ranks, which else have the same; `None`: the default one.
+            ranks: attributes of `Ranks` that change.
         """
         return Plan(
             self.sizes,
-            self.rules if rules is None else rules,
+            rules or self.rules,
             self.order,
-            self.ranks if ranks is None else replace(self.ranks, number=ranks),
-            window=self.window_samples if ranks is None else window,
+            replace(self.ranks, **ranks),
+            window=window if "number" in ranks else self.window_samples,
             drop_last=self.drop_last,
             batches_per_epoch=self.batches_per_epoch,
         )
 
-    def repeating(self) -> Plan:
-        """Return the plan with `Ranks.repeats`."""
-        plan = copy.copy(self)
-        plan.ranks = replace(self.ranks, repeats=True)
-        return plan
-
     @cached_property
     def dealing(self) -> Plain:
         """The facts that must be the same for a window to be cut and dealt the same way."""
-        rules, largest = self.rules, self.sizes.largest
-        balance = rules.balance
-        limits = [
-            fingerprint(cost_fingerprint(limit.cost, largest), str(limit.amount))
-            for limit in rules.limits[1:]
-        ]
-        return {
-            "cost": cost_fingerprint(rules.cost, largest),
-            "budget_bytes": rules.budget_bytes,
-            "size_multiple": rules.size_multiple,
-            "batch_size_multiple": rules.batch_size_multiple,
+        return rules_identity(self.rules, self.sizes.largest) | {
             "window": self.window,
             "step_per_window": self.ranks.even_sums,
             "drop_last": self.drop_last,
             "ranks": self.ranks.number,
-            "balance": None if balance is None else cost_fingerprint(balance, largest),
-            "limits": " ".join(limits),
-            "shapes": str(rules.shapes),
         }
 
     @cached_property
@@ -259,15 +234,15 @@ class Plan:
 
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
         """The windows of a pass; where each is of one group, turns are drawn by what is left."""
-        cursor = cursor.dealt_by(self)
+        cursor, order = cursor.dealt_by(self), self.order
         begun, start = self._begun(cursor)
         stretches = self._stretches(cursor, start)
-        for name, stretch in zip(self._parts.names, stretches, strict=True):
+        for name, stretch in zip(order.names, stretches, strict=True):
             self._check(cursor, stretch, name)
-        firsts, apart = self._parts.firsts.tolist(), self.order.apart is not None
+        firsts, apart = self._parts.firsts[:-1].tolist(), order.groups is not None
         done = [one.start - first for one, first in zip(stretches, firsts, strict=True)]
         ends = [one.end - first for one, first in zip(stretches, firsts, strict=True)]
-        key = (self.order.seed, *cursor.pass_key) if self.order.shuffle else None
+        key = (order.seed, *cursor.pass_key) if order.shuffle else None
         turn = self._parts.turn(done, ends, key)
         if begun is not None:
             end = begun.cursor.start + begun.length
@@ -330,7 +305,7 @@ class Plan:
         numbers = (cursor.first + cursor.number) * whole + before + np.arange(windows)
         places = start + np.arange(windows) * length
         key = WindowKey(order.seed, cursor.pass_key, places, numbers, order.shuffle)
-        labels = self.order.labels_of(indices)
+        labels = order.labels.take(indices)
         block = solve(self.rules, sizes, self.ranks, key, strips=self.strips, labels=labels)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
@@ -339,7 +314,7 @@ class Plan:
 
     def _end(self, part: int, start: int) -> int:
         """The end of a part of a pass that goes on at `start`, less a step that is dropped."""
-        end = int(self._parts.firsts[part] + self._parts.counts[part])
+        end = int(self._parts.firsts[part + 1])
         if self.drop_last and self.ranks.even_sums:
             end -= (end - start) % self.window
         return end
@@ -347,8 +322,8 @@ class Plan:
     def _stretches(self, cursor: Cursor, start: int) -> list[Stretch]:
         """The windows after the one that a cursor stands in: in turn, or of each group."""
         parts = self._parts
-        starts = parts.firsts + (0 if cursor.groups is None else np.array(cursor.groups))
-        if self.order.apart is None:
+        starts = parts.firsts[:-1] + (0 if cursor.groups is None else np.array(cursor.groups))
+        if self.order.groups is None:
             starts[0] = start
         elif cursor.start < cursor.stop:
             starts[parts.at(cursor.start)] = start
@@ -358,7 +333,7 @@ class Plan:
         if fresh and not any(one.end > one.start for one in stretches):
             raise OptionError(
                 f"drop_last=True leaves nothing of the epoch's {self.order.samples} samples: they "
-                "do not fill one micro-batch on each rank, nor do those of any group"
+                "do not fill one step, or one micro-batch on each rank, nor do those of any group"
             )
         return stretches
 
@@ -370,7 +345,7 @@ class Plan:
         try:
             self._count(cursor, unsure)
         except UnevenRanksError as error:
-            group = "" if self.order.apart is None else f"group {name!r}: "
+            group = "" if self.order.groups is None else f"group {name!r}: "
             raise UnevenRanksError(f"{group}{error}") from None
 
     def _stretch(self, cursor: Cursor, start: int, end: int) -> Stretch:
@@ -382,13 +357,11 @@ class Plan:
         found = self._ended(cursor, start, tail, end)
         if tail - self.window < start:
             return found
-        try:
+        with suppress(UnevenRanksError):
             self._check(cursor, found._replace(start=found.tail))
-        except UnevenRanksError:
-            is_even = False
-        else:
-            is_even = end - tail >= self.ranks.number
-        return found if is_even else self._ended(cursor, start, tail - self.window, end)
+            if end - tail >= self.ranks.number:  # fewer join a window that was begun, too
+                return found
+        return self._ended(cursor, start, tail - self.window, end)
 
     def _ended(self, cursor: Cursor, start: int, tail: int, end: int) -> Stretch:
         """A stretch with this last window, less the samples that are dropped."""
@@ -450,7 +423,8 @@ class Plan:
         length = cursor.stop - cursor.start
         block = self._span(cursor, cursor.start, length, 1, cursor.left).block
         rounds = np.empty(len(block.samples), np.int64)
-        rounds[block.samples] = block.for_samples(np.arange(len(block.starts)) // self.ranks.number)
+        order, lengths = np.argsort(block.starts), block.stops - block.starts
+        rounds[block.samples] = np.repeat(order // self.ranks.number, lengths[order])
         if cursor.left is None:
             return rounds
         spread = np.full(len(cursor.left), -1)
@@ -463,7 +437,7 @@ class Plan:
         Shape `(samples of the window,)`; a function of the sizes: see `arrange`.
         """
         sizes = self._sizes_at(self.order.indices(cursor.pass_key, cursor.start, cursor.stop))
-        positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
+        positions: IntArray = arrange(sizes[None], strips)[0]
         return positions
 
     def batches_left(self, cursor: Cursor) -> int:
@@ -525,7 +499,7 @@ class Plan:
         if not length:
             return 0
         indices, sizes, _ = self._samples(cursor, start, length, windows, left)
-        labels = self.order.labels_of(indices)
+        labels = self.order.labels.take(indices)
         rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, labels=labels)
         return int(rounds.sum())
 

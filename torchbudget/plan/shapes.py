@@ -19,6 +19,7 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, jumps
 from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.groups import Labels
 from torchbudget.plan.rules import BatchRules
 
 # Lengths that are compared as those of shapes. 4,096 of them take up to 30 times as long and gain
@@ -96,10 +97,13 @@ class RoundWindow(SortedWindows):
         sizes: shape `(1, S)`.
         rules: of a micro-batch.
         ranks: that share the window.
+        labels: see `Windows`.
     """
 
-    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, ranks: Ranks) -> None:
-        super().__init__(sizes, rules)
+    def __init__(
+        self, sizes: npt.NDArray[Any], rules: BatchRules, ranks: Ranks, labels: Labels
+    ) -> None:
+        super().__init__(sizes, rules, labels)
         self._ranks = ranks.number
 
     def cut(self, budgets: IntArray) -> list[IntArray]:

@@ -93,7 +93,12 @@ def _summary(values: Sizes) -> tuple[str, IntArray]:
         chunk = signed.reshape(-1, axes).view(np.uint64)
         high = np.array([chunk[:, axis].max() for axis in range(axes)])  # NumPy is slow at rows
         if high.max() >= _LARGEST:
-            raise _out_of_range(values[first : first + _CHUNK].reshape(-1, axes), first)
+            row, axis = np.argwhere(chunk >= _LARGEST)[0]
+            where = f"sizes[{first + row}]" + (f"[{axis}]" if axes > 1 else "")
+            raise SizesError(
+                f"sizes must be at least 0 and below 2**48; {where} is "
+                f"{values.reshape(-1, axes)[first + row, axis]}"
+            )
         np.maximum(largest, high.astype(np.int64), out=largest)
         # A multilinear hash modulo 2**64 (Lemire and Kaser, "Strongly universal string hashing
         # is fast", 2014) is an order of magnitude faster than a cryptographic one.
@@ -102,9 +107,3 @@ def _summary(values: Sizes) -> tuple[str, IntArray]:
     digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
     digest.update(np.array(sums, "<u8").tobytes())
     return digest.hexdigest(), largest
-
-
-def _out_of_range(chunk: Sizes, first: int) -> SizesError:
-    row, axis = np.argwhere((chunk < 0) | (chunk >= _LARGEST))[0]
-    where = f"sizes[{first + row}]" + (f"[{axis}]" if chunk.shape[1] > 1 else "")
-    return SizesError(f"sizes must be at least 0 and below 2**48; {where} is {chunk[row, axis]}")

@@ -8,6 +8,7 @@ the next: the solution is a function of the rules, the window's sizes, the ranks
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,10 +24,9 @@ from torchbudget.plan.dealing import (
     least_rounds,
     level,
     lowest_budgets,
-    rotate,
     split_to,
 )
-from torchbudget.plan.groups import Labels
+from torchbudget.plan.groups import NO_LABELS, Labels
 from torchbudget.plan.pack import (
     PackedWindow,
     fewest_bins,
@@ -44,9 +44,6 @@ from torchbudget.units import MAX_BYTES
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
 _ONE_RANK: Final = Ranks()
-
-
-_NO_LABELS: Final = Labels()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,10 +71,20 @@ class WindowKey:
         numbers = first + np.arange(len(first))
         return shuffled_keys(self.seed, *self.path, Stream.ROUNDS, numbers=numbers)
 
-    def turns(self, ranks: int) -> IntArray:
-        """The number of places by which each window's ranks are rotated, shape `(windows,)`."""
+    def rotated(self, places: IntArray, rounds: IntArray) -> IntArray:
+        """Give the places of rounds to other ranks in every window.
+
+        The costliest place has fewer and longer samples than the cheapest one, and no rank should
+        keep it throughout a run: in `ranks` windows each rank takes each place once.
+
+        Args:
+            places: numbers of the micro-batches at each place, shape `(rounds, ranks)`.
+            rounds: of each window, shape `(windows,)`.
+        """
+        ranks = places.shape[1]
         offset = int(random_words(self.seed, Stream.TURNS, count=1)[0] % np.uint64(ranks))
-        return (self.numbers + offset) % ranks
+        turns = np.repeat((self.numbers + offset) % ranks, rounds)[:, None]
+        return np.take_along_axis(places, (np.arange(ranks) + turns) % ranks, axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +119,7 @@ class Block:
             return self.stops - self.starts
         if limit.summed is not None:
             return summed_costs(rules.padded(self.sizes), self.starts, limit.summed)
-        return rules.costs(limit.cost, self.stops - self.starts, rules.padded(self.padded()))
+        return limit.cost.batch_bytes(self.stops - self.starts, rules.padded(self.padded()))
 
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
@@ -128,11 +135,6 @@ class Block:
         else:
             amounts = over_runs(np.add, self.sizes.astype(np.int64), self.starts)
         return amounts.reshape(len(self.starts), -1)
-
-    def for_samples(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Values of the micro-batches, shape `(micro-batches, …)`, for each sample of `samples`."""
-        ascending = np.argsort(self.starts)
-        return np.repeat(values[ascending], (self.stops - self.starts)[ascending], axis=0)
 
 
 def over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> npt.NDArray[Any]:
@@ -189,45 +191,6 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     return tried[min(range(len(tried)), key=lambda number: len(cuts[number]))]
 
 
-class GroupedWindow(Windows):
-    """One window of several groups, each of which is a window that is cut by itself.
-
-    Args:
-        sizes: shape `(1, S)` or `(1, S, d)`.
-        groups: number of each sample's group, shape `(S,)`.
-        rules: budget and options of a micro-batch.
-        strips: see `solve`.
-        labels: the units.
-    """
-
-    def __init__(
-        self,
-        sizes: npt.NDArray[Any],
-        groups: IntArray,
-        rules: BatchRules,
-        strips: int | None,
-        labels: Labels,
-    ) -> None:
-        order, self._firsts = grouped_by(groups)
-        super().__init__(sizes, order[None], rules)
-        self.units = labels.units if labels.whole else None
-        self._given = self.samples, self.sizes
-        self._parts = [
-            _arranged(sizes[:, places], rules, strips, labels.take(places))
-            for places in np.split(order, self._firsts[1:])
-        ]
-
-    def cut(self, budgets: IntArray) -> list[IntArray]:
-        """See `Windows.cut`."""
-        cuts = [part.cut(budgets)[0] for part in self._parts]
-        firsts = zip(self._parts, self._firsts, strict=True)
-        order = np.concatenate([part.samples + first for part, first in firsts])
-        self.samples, self.sizes = self._given[0][order], self._given[1][:, order]
-        self.ends = np.cumsum([len(starts) for starts in cuts]) - 1
-        starts = zip(cuts, self._firsts, strict=True)
-        return [np.concatenate([own + first for own, first in starts])]
-
-
 def _arranged(
     sizes: npt.NDArray[Any],
     rules: BatchRules,
@@ -236,25 +199,20 @@ def _arranged(
     ranks: Ranks = _ONE_RANK,
 ) -> Windows:
     mixed = labels.groups is not None and ranks.number > 1
-    if rules.shapes and (mixed or labels.units is not None):
+    if rules.shapes and (mixed or labels.units is not None or ranks.multiple > 1):
         raise OptionError(
-            "max_shapes goes with neither units nor, on several ranks, windows that mix groups, as "
-            "with samples_per_step: all ranks have one shape at a time"
+            "max_shapes goes with neither units nor micro_batches_multiple nor, on several ranks, "
+            "windows that mix groups, as with samples_per_step: all ranks have one shape at a time"
         )
-    if labels.groups is not None:
-        one = labels._replace(groups=None)
-        return GroupedWindow(sizes, labels.groups, rules, strips, one)
-    units = labels.units if labels.whole else None
     if rules.packing is not None:
-        return PackedWindow(sizes, rules, units)
+        return PackedWindow(sizes, rules, labels)
     if rules.shapes:
-        return RoundWindow(sizes, rules, ranks)
+        return RoundWindow(sizes, rules, ranks, labels)
     if sizes.ndim == 2:
-        return SortedWindows(sizes, rules, units)
+        return SortedWindows(sizes, rules, labels)
     if strips is None:
-        first = sizes[0]
-        strips = best_strips(first[:: max(len(first) // _SURVEY, 1)], rules)
-    return TiledWindows(sizes, arrange(sizes, strips), rules, units)
+        strips = best_strips(sizes[0, :: max(sizes.shape[1] // _SURVEY, 1)], rules)
+    return TiledWindows(sizes, arrange(sizes, strips), rules, labels)
 
 
 def rounds_needed(
@@ -263,18 +221,19 @@ def rounds_needed(
     ranks: Ranks,
     *,
     strips: int | None = None,
-    labels: Labels = _NO_LABELS,
+    labels: Labels = NO_LABELS,
 ) -> IntArray:
     """Micro-batches that each rank needs of windows; the arguments are those of `solve`.
 
     Returns:
         What `Block.rounds` will be, shape `(windows,)`. Takes a part of the time, since the windows
-        are cut once, and are not dealt, unless they are packed or have units.
+        are cut once, and are not dealt, unless they are packed, have units, or are cut by rounds.
 
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
-    if rules.packing is not None or labels.units is not None:
+    cuts_rounds = _may_cut_rounds(rules, sizes, ranks, labels)
+    if rules.packing is not None or labels.units is not None or cuts_rounds:
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
     windows = _arranged(sizes, rules, strips, labels, ranks)
     cuts = windows.cut(np.full(len(sizes), rules.budget_bytes))
@@ -304,8 +263,8 @@ def _cut_into(
         if len(starts) < wanted:
             stops, firsts = np.append(starts[1:], length), windows.firsts
             costs = run_costs(windows.sizes[row], starts, stops, rules, rules.cost)
-            runs, multiple = np.searchsorted(firsts, starts), rules.batch_size_multiple
-            cuts[row] = firsts[split_to(runs, len(firsts), costs, wanted, multiple=multiple)]
+            runs = np.searchsorted(firsts, starts)
+            cuts[row] = firsts[split_to(runs, len(firsts), costs, wanted)]
     return cuts, budgets
 
 
@@ -329,8 +288,7 @@ def _dealt_first(
         UnevenRanksError: they may not, as units stay on one rank.
     """
     every, number = np.arange(sizes.shape[1]), ranks.number
-    units = labels.take(every).units
-    units = every if units is None else units
+    units = every if labels.units is None else labels.units
     stay = labels.units is not None and not labels.whole
     work = np.bincount(units, work_of(rules, sizes[0]))
     parts, rooms = parts_of(rules, sizes[0], every if stay else units)
@@ -380,26 +338,24 @@ def _in_rounds(window: Windows, rounds: int) -> IntArray:
     return starts
 
 
-def _cut_first(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, strips: int | None, labels: Labels
-) -> Block:
+def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
     """Cut windows, and deal their micro-batches to the ranks, the costliest round first."""
-    windows, length = sizes.shape[:2]
-    arranged = _arranged(sizes, rules, strips, labels, ranks)
+    rules, windows, length = arranged.rules, len(arranged.sizes), arranged.length
+    by_rounds = isinstance(arranged, RoundWindow)
     budgets = np.full(windows, rules.budget_bytes)
     cuts = arranged.cut(budgets)
-    if ranks.together > 1 and not rules.shapes:
-        of = "samples" if arranged.units is None else "units"
-        needed = least_rounds(np.array([*map(len, cuts)]), len(arranged.firsts), ranks, of)
+    if ranks.together > 1 and not by_rounds:
+        needed = least_rounds(np.array([*map(len, cuts)]), len(arranged.firsts), ranks)
         cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
     counts = np.array([*map(len, cuts)])
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
     stops = np.append(starts[1:], windows * length)
-    flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
-    if ranks.number > 1 and not rules.shapes:
+    flat = arranged.sizes.reshape(-1, *arranged.sizes.shape[2:])
+    if ranks.number > 1 and not by_rounds:
         work = run_costs(flat, starts, stops, rules, rules.work)
         rounds = _dealt(work, stops - starts, counts, ranks)
-        if ranks.even_sums and isinstance(arranged, SortedWindows) and arranged.units is None:
+        alike = arranged.units is None and arranged.groups is None
+        if ranks.even_sums and isinstance(arranged, SortedWindows) and alike:
             _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
             stops = np.append(starts[1:], windows * length)
         starts, stops = starts[rounds.reshape(-1)], stops[rounds.reshape(-1)]
@@ -413,14 +369,14 @@ def solve(
     key: WindowKey | None = None,
     *,
     strips: int | None = None,
-    labels: Labels = _NO_LABELS,
+    labels: Labels = NO_LABELS,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
     Args:
         rules: of a micro-batch.
         sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack or have
-            shapes.
+            shapes, or if ranks that wait every round have a `balance`.
         ranks: that share each window.
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
@@ -439,18 +395,40 @@ def solve(
     if first and ranks.together > 1:
         block = _dealt_first(rules, sizes, ranks, strips, labels)
     if block is None:
-        block = _cut_first(rules, sizes, ranks, strips, labels)
+        block = _cut_first(_arranged(sizes, rules, strips, labels, ranks), ranks)
+    if _may_cut_rounds(rules, sizes, ranks, labels):
+        with suppress(UnevenRanksError):
+            by_rounds = _cut_first(RoundWindow(sizes, rules, ranks, labels), ranks)
+            block = min(block, by_rounds, key=lambda one: _waited(one, rules, ranks))
     if key is None:
         return block
     rounds = np.arange(len(block.starts)).reshape(-1, ranks.number)
     if ranks.number > 1:
-        rounds = rotate(rounds, np.repeat(key.turns(ranks.number), block.rounds))
+        rounds = key.rotated(rounds, block.rounds)
     if key.shuffle:
         rounds = rounds[_shuffled(block.rounds, key)]
     number = rounds.reshape(-1)
     block = replace(block, starts=block.starts[number], stops=block.stops[number])
-    is_one = labels.groups is None and labels.units is None and sizes.ndim == 2
-    return _first_come(block) if is_one and rules.packing is not None else block
+    is_packed = rules.packing is not None and labels.alike and sizes.ndim == 2
+    return _first_come(block) if is_packed else block
+
+
+def _may_cut_rounds(
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, labels: Labels
+) -> bool:
+    """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
+
+    Ranks then have alike micro-batches, which pad more. It pays where they wait every round, as
+    far as a `balance` predicts their time.
+    """
+    waits = ranks.number > 1 and not ranks.even_sums and rules.balance is not None
+    return waits and rules.packing is None and sizes.ndim == 2 and labels.alike and not rules.shapes
+
+
+def _waited(block: Block, rules: BatchRules, ranks: Ranks) -> int:
+    """The work of the costliest rank in every round, summed."""
+    work = block.costs(rules, rules.work).reshape(-1, ranks.number)
+    return int(work.max(axis=1).sum())
 
 
 def _first_come(block: Block) -> Block:
@@ -543,7 +521,7 @@ def without_last(
     ranks: Ranks,
     *,
     strips: int | None = None,
-    labels: Labels = _NO_LABELS,
+    labels: Labels = NO_LABELS,
 ) -> npt.NDArray[np.bool_]:
     """Choose the samples that stay when the micro-batch that could still have taken one is dropped.
 
@@ -563,16 +541,12 @@ def without_last(
     windows = _arranged(sizes[None], rules, strips, labels)
     starts = windows.cut(np.array([rules.budget_bytes]))[0]
     stops, own = np.append(starts[1:], len(sizes)), windows.sizes[0]
-    fits = np.full(len(starts), rules.packing is not None)
-    fits[windows.ends] = True  # every other run of a padded window took all that fits
-    for cost, room in rules.summed:
-        items, least = (cost.item_bytes(rules.padded(of)) for of in (own, sizes.min(axis=0)))
-        fits &= over_runs(np.add, items, starts) + least <= room
-    longest: IntArray | int | None = rules.most
-    if rules.packing is None:
-        largest = over_runs(np.maximum, own, starts)
-        longest = rules.rounded(rules.capacity(largest, rules.budget_bytes))
-    fits &= True if longest is None else stops - starts < longest
+    # The micro-batches with as many samples more as they may have, the smallest of the window.
+    more = np.cumsum(rules.batch_size_multiple - (stops - starts) % rules.batch_size_multiple)
+    added = np.repeat(stops, np.diff(more, prepend=0))
+    grown = np.insert(own, added, sizes.min(axis=0), axis=0)
+    block = Block(added, grown, starts + np.append(0, more[:-1]), stops + more, np.array([1]))
+    fits = np.all([block.used(rules, one) <= one.amount for one in rules.limits], axis=0)
     stays = np.ones(len(sizes), np.bool_)
     if fits.any():
         costs = run_costs(own, starts, stops, rules, rules.cost)

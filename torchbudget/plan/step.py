@@ -19,6 +19,7 @@ from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.shapes import fitted
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import solve
 from torchbudget.units import Amount
@@ -36,11 +37,15 @@ class StepPlan:
             `joined[inverse]` are the results in the order of the samples, without skipped ones.
         skipped_samples: indices of samples that are over the budget alone and are in no
             micro-batch, with `oversize="skip"`; shape `(k,)`.
+        size_multiple: `PadCollate(size_multiple=step)` reads it, and the shapes.
+        shapes: pairs (n, L) of rows and padded length; empty without `max_shapes`.
     """
 
     micro_batches: list[list[list[int]]]
     inverse: IntArray
     skipped_samples: IntArray
+    size_multiple: int
+    shapes: tuple[tuple[int, int], ...]
     _report: Callable[[], PlanReport] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -67,6 +72,7 @@ def plan_step(
     limits: Sequence[tuple[CostModel, Amount]] = (),
     groups: npt.ArrayLike | None = None,
     units: Any = None,
+    max_shapes: int | Sequence[tuple[int, int]] | None = None,
     balance: CostModel | None = None,
     oversize: Oversize = "raise",
 ) -> StepPlan:
@@ -92,6 +98,8 @@ def plan_step(
             ranks may have different ones at a time.
         units: one label a sample, as `groups`: the samples of a unit stay on one rank. A pair
             `(labels, "micro_batch")`: they stay in one micro-batch.
+        max_shapes: padded batches take at most this number of shapes, or these shapes, and all
+            ranks have the same one in each round, as in `MemoryBudgetBatchSampler`.
         balance: cost model whose sums are made equal over ranks; a `PackedCost` for packed
             samples. Default: the cost.
         oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
@@ -127,6 +135,7 @@ def plan_step(
         max_batch_size=max_batch_size,
         batch_size_multiple=batch_size_multiple,
         balance=balance,
+        max_shapes=max_shapes,
     )
     check_cost(rules, table.values, table.largest)
     ranks = Ranks(
@@ -136,12 +145,14 @@ def plan_step(
     )
     options = {"groups": groups, "units": units, "shuffle": False}
     order = Order.of(table, rules, oversize, apart=False, **options)
+    rules = fitted(rules, table.values, order.skipped)
     kept = order.indices((0, 0), 0, len(order))
-    block = solve(rules, table.values[kept][None], ranks, labels=order.labels_of(kept))
+    block = solve(rules, table.values[kept][None], ranks, labels=order.labels.take(kept))
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     inverse = np.argsort(np.array(joined, np.int64))
     report = partial(plan_report, [block], table, rules, ranks, order)
-    return StepPlan(micro_batches, inverse, order.skipped, report)
+    of_collate = rules.size_multiple, rules.shapes
+    return StepPlan(micro_batches, inverse, order.skipped, *of_collate, report)

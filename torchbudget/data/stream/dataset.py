@@ -6,13 +6,13 @@ import copy
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 from weakref import WeakMethod, WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, called_as, check_flags, is_int, natural, optional
+from torchbudget.checks import called_as, check_flags, is_int, natural, optional
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
@@ -33,8 +33,8 @@ from torchbudget.data.stream.source import Settings, source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import BudgetError, OptionError, StateError
-from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
-from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
+from torchbudget.plan.fingerprint import Plain, rules_identity
+from torchbudget.plan.grouping import ShouldAdd
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.report import PlanReport, ReadBatches
 from torchbudget.plan.rules import BatchRules
@@ -43,8 +43,6 @@ from torchbudget.units import Amount, parse_bytes
 
 # Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
-
-ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
 
 
 class SkippedSamples(NamedTuple):
@@ -192,36 +190,25 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         self.budget = None if budget is None else MemoryBudget.of(budget)
         if on_error not in ("raise", "skip"):
             raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-        self.cost = cost
-        self.size_multiple = at_least_one("size_multiple", size_multiple)
-        rules: dict[str, Any] = {
-            "max_batch_size": optional("max_batch_size", max_batch_size),
-            "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
-            "size_multiple": self.size_multiple,
-            "max_shapes": max_shapes,
-        }
         if is_int(max_shapes):
             raise OptionError(
                 "a stream's sizes are unknown before it is read: max_shapes must be pairs (n, L), "
                 "as best_shapes returns for the sizes of some samples"
             )
-        grouping = _grouping_of(cost, self.budget, oversize, {"limits": tuple(limits), **rules})
-        self.shapes = grouping.rules.shapes if isinstance(grouping, ByCost) else ()
-        rules |= {
-            "limits": None,
-            "max_shapes": str(self.shapes),
-            "budget": getattr(self.budget, "device", None),
-            "cost": "a predicate",  # its cuts are compared
-            "oversize": oversize,
-            "size": None if callable(size) else repr(size),
-            "drop_last": drop_last,
-            "on_error": on_error,
+        options = {
+            "limits": tuple(limits),
+            "max_batch_size": max_batch_size,
+            "batch_size_multiple": batch_size_multiple,
+            "size_multiple": size_multiple,
+            "max_shapes": max_shapes,
         }
-        if isinstance(grouping, ByCost):
-            first, *further = grouping.rules.limits
-            rules["cost"] = _digest(first.cost)
-            rules["limits"] = " ".join(f"{_digest(one.cost)} {one.amount}" for one in further)
-        if group is not None and not (callable(group) and isinstance(grouping, ByCost)):
+        rules = _rules_of(cost, self.budget, oversize, options)
+        self.cost, self.size_multiple, self.shapes = cost, 1, ()
+        stated: Plain = {"cost": "a predicate"}  # its cuts are compared
+        if rules is not None:
+            self.size_multiple, self.shapes = rules.size_multiple, rules.shapes
+            stated = rules_identity(rules, *_LARGEST)
+        if group is not None and (rules is None or not callable(group)):
             raise OptionError(
                 "group must be a function of a sample that returns its label, and goes together "
                 f"with a cost, not with a predicate; got {group!r}"
@@ -232,7 +219,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             source=checked,
             transforms=(*checked.first_transforms, *transforms),
             threads=natural("threads", threads),
-            grouping=grouping,
+            rules=rules,
+            should_add=cost,
+            oversize=oversize,
             size=size,
             group=group,
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
@@ -245,7 +234,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
             collate_fn=collate,
-            rules=rules,
+            stated=stated,
         )
         self._progress = Progress()
         self._read = ReadBatches()  # of the last tracked loop
@@ -305,13 +294,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Raises:
             StateError: no batch of a tracked loop came, or a predicate cuts batches.
         """
-        grouping = self._settings.grouping
-        if not isinstance(grouping, ByCost) or not self._read.shapes:
+        rules = self._settings.rules
+        if rules is None or not self._read.shapes:
             raise StateError(
                 "a stream reports the batches of a cost that a tracked loop has read, and none "
                 "came: loop over stream.tracked(loader) first"
             )
-        return self._read.report(grouping.rules, self.num_replicas, self.skipped_samples.oversize)
+        return self._read.report(rules, self.num_replicas, self.skipped_samples.oversize)
 
     @property
     def epoch(self) -> int:
@@ -612,17 +601,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         vars(self).update(state, _runs=WeakSet(), _readers=WeakSet(), _process=os.getpid())
 
 
-def _digest(cost: CostModel) -> str:
-    return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))
-
-
-def _grouping_of(
+def _rules_of(
     cost: CostModel | ShouldAdd,
     budget: MemoryBudget | None,
     oversize: Oversize,
     options: dict[str, Any],
-) -> Grouping:
-    """How windows are cut.
+) -> BatchRules | None:
+    """The rules of a micro-batch; `None` with a predicate.
 
     Args:
         cost: a cost, or a predicate.
@@ -641,7 +626,7 @@ def _grouping_of(
             raise BudgetError("with a cost, the budget must limit the device, got None")
         rules = BatchRules.of(cost, budget, **options)
         check_oversize(oversize, rules)
-        return ByCost(rules, oversize)
+        return rules
     none = {"max_shapes": None} | {
         "limits": (),
         "max_batch_size": None,
@@ -654,4 +639,4 @@ def _grouping_of(
             "MemoryBudget(host=…) for the look-ahead, and leave out oversize and what shapes "
             f"batches otherwise, got {options}, {budget!r}, oversize={oversize!r}"
         )
-    return ByPredicate(cost)
+    return None

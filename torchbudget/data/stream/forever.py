@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from torchbudget.checks import natural
 from torchbudget.errors import OptionError
-from torchbudget.plan.order import Order, weights_of
+from torchbudget.plan.order import Order
 from torchbudget.protocols import MapStyle
 
 _CHUNK: Final = 1024
@@ -45,7 +45,7 @@ class sample_forever(IterableDataset[Any]):  # noqa: N801  (used as a function, 
         self._order = Order(
             dataset_length=len(dataset),
             skipped=np.empty(0, np.int64),
-            weights=weights_of(np.ones(len(dataset)) if weights is None else weights),
+            weights=np.ones(len(dataset)) if weights is None else weights,
             seed=natural("seed", seed),
         )
 

@@ -18,7 +18,6 @@ from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import gathered, is_distributed
 from torchbudget.errors import StateError
-from torchbudget.plan.grouping import ByCost
 from torchbudget.plan.report import ReadBatches
 
 _UNKNOWN: Final = np.array(np.nan)
@@ -105,8 +104,8 @@ class StreamRun(Run[StreamState]):
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
         self._stream, self._loader, self._settings = stream, loader, stream._settings
-        grouping = self._settings.grouping
-        self._check = SizeCheck(grouping.rules, None) if isinstance(grouping, ByCost) else None
+        rules = self._settings.rules
+        self._check = None if rules is None else SizeCheck(rules, None)
         self._compared, self._has_ended = self._settings.ranks == 1, False
         self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)

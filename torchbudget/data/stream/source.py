@@ -25,8 +25,9 @@ from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
 from torchbudget.plan.fingerprint import Plain
-from torchbudget.plan.grouping import ByCost, Grouping
+from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import default_window
 from torchbudget.protocols import MapStyle
 
@@ -303,7 +304,9 @@ class Settings:
         source: of the samples.
         transforms: of each sample.
         threads: that apply them in each process.
-        grouping: how a window is cut and dealt to the ranks.
+        rules: budget and options of a micro-batch; `None`: a predicate decides.
+        should_add: the predicate, of a batch and a sample.
+        oversize: what becomes of a sample that alone is over the budget.
         size: where the size of a sample is found.
         group: the label of a sample, of which no micro-batch mixes two; `None`: all are alike.
         look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
@@ -316,7 +319,7 @@ class Settings:
         skip_failed: skip samples that raise.
         batches_per_epoch: on each rank; `None`: as many as one pass yields.
         collate_fn: makes a batch of a list of samples.
-        rules: what else must be the same for samples to be cut the same way.
+        stated: of the rules: what must be the same for samples to be cut the same way.
 
     Raises:
         OptionError: an option is invalid.
@@ -325,7 +328,9 @@ class Settings:
     source: Source
     transforms: tuple[Transform, ...]
     threads: int
-    grouping: Grouping
+    rules: BatchRules | None
+    should_add: Any
+    oversize: Oversize
     size: SizeKey
     group: Callable[[Any], Hashable] | None
     look_ahead: int | None
@@ -338,7 +343,7 @@ class Settings:
     skip_failed: bool
     batches_per_epoch: int | None
     collate_fn: Callable[[list[Any]], Any]
-    rules: Plain
+    stated: Plain
 
     def __post_init__(self) -> None:
         check_key(self.size)
@@ -378,7 +383,7 @@ class Settings:
     @property
     def sized(self) -> bool:
         """True if sizes are taken."""
-        return isinstance(self.grouping, ByCost) or self.size is not None
+        return self.rules is not None or self.size is not None
 
     def look_ahead_of(self, slot: WorkerSlot) -> int | None:
         """Bytes of the samples that wait in one process; `None`: no limit."""
@@ -389,7 +394,13 @@ class Settings:
     def dealing(self, slot: WorkerSlot) -> Plain:
         """The options that must be the same for samples to be read, cut and dealt the same way."""
         source = self.source
-        dealing: Plain = self.rules | asdict(slot)
+        dealing: Plain = self.stated | asdict(slot)
+        dealing |= {
+            "oversize": self.oversize,
+            "size": None if callable(self.size) else repr(self.size),
+            "drop_last": self.drop_last,
+            "skip_failed": self.skip_failed,
+        }
         if source.split != "ranks":
             dealing["rank"] = None  # all ranks stand in one place
         read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}

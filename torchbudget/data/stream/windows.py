@@ -27,7 +27,10 @@ from torchbudget.data.stream.source import Settings
 from torchbudget.data.stream.transforms import Expanded, sample_random
 from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
+from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
+from torchbudget.plan.oversize import oversized
 from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
 
@@ -103,6 +106,7 @@ class Windows:
         self._fewest = settings.ranks if settings.ranks > 1 or settings.drop_last else 0
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
+        self._has_checked_cost = False
         self._empty_passes = 0  # that were read since samples were dealt
         if self._look_ahead is not None and get_worker_info() is not None:
             map_large_blocks()
@@ -198,14 +202,14 @@ class Windows:
             numbers=np.array([cursor.first_epoch + cursor.window(settings.window)]),
             shuffle=settings.source.shuffle,
         )
-        rounds = settings.grouping.rounds(
-            samples,
-            sizes,
-            Ranks(number=settings.ranks),
-            key=key,
-            drop_last=settings.drop_last and not buffered.following.start,
-            groups=settings.groups_of(samples),
-        )
+        ranks, rules = Ranks(number=settings.ranks), settings.rules
+        last = settings.drop_last and not buffered.following.start
+        if rules is None or sizes is None:  # a cost has sizes
+            add = settings.should_add
+            rounds = rounds_by_predicate(add, samples, sizes, ranks, key, drop_last=last)
+        else:
+            groups = settings.groups_of(samples)
+            rounds = rounds_by_cost(rules, sizes, ranks, key, drop_last=last, groups=groups)
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
         padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
@@ -379,14 +383,17 @@ class Windows:
         checksum, following = self._checksum(samples, sizes), part.following
         if following.start:  # else another pass begins
             following = following._replace(source=part.source, checked=first, checksum=checksum)
-        if sizes is not None:
-            settings.grouping.check(sizes)
-            if not self._has_checked_axes and len(sizes) >= _FEWEST:
-                check_first_axis(
-                    lambda few: [samples[i] for i in few], settings.size, sizes, "size"
-                )
-                self._has_checked_axes = True
-            over = settings.grouping.oversized(sizes, first)
+        if sizes is not None and not self._has_checked_axes and len(sizes) >= _FEWEST:
+            check_first_axis(lambda few: [samples[i] for i in few], settings.size, sizes, "size")
+            self._has_checked_axes = True
+        if sizes is not None and settings.rules is not None:
+            rules, largest = settings.rules, sizes.max(axis=0)
+            if not self._has_checked_cost:
+                check_cost(rules, sizes, largest)
+                self._has_checked_cost = True
+            # Transforms make several samples of one item, or none, so that samples have no index.
+            called = f"sample {{}} of those that begin with item {first}".format
+            over = oversized(sizes, largest, rules, settings.oversize, called)
             if over.size:
                 self._progress.skipped[self._slot.worker] += over.size, 0
                 stays = np.delete(np.arange(len(sizes)), over)
