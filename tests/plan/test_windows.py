@@ -197,7 +197,7 @@ def test_steps_have_whole_units() -> None:
         assert sorted(found) == sorted(appear)
         assert shuffle or found == appear
         assert not shuffle or all(150 < len(one) < 250 for one in steps[:-1])
-        assert f"{len(units) / len(steps):.1f} samples each" in str(sampler.report())
+        assert f"of {len(units) / len(steps):.1f} samples" in str(sampler.report())
 
 
 def test_a_unit_of_one_micro_batch_is_oversize_as_a_whole() -> None:
