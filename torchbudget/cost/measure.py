@@ -306,6 +306,8 @@ def _beside_tensors(subject: Subject) -> int:
     """Bytes of the process beside the step's own tensors, in whole 64 MiB."""
     if _is_cuda(subject):
         return 0
+    from torch.export import _trace  # noqa: F401  # the first symbol imports it: 32 MiB, which stay
+
     own = sum(tensor.nbytes for tensor in subject.state.tensors())
     beside = max(process_memory().resident_bytes - own, 0)
     return -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
