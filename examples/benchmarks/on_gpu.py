@@ -4,7 +4,8 @@ Command, on a machine with a GPU: PYTHONPATH=. python examples/benchmarks/on_gpu
 [--mib M] [--json PATH]
 
 Hardware: one NVIDIA H200 (139 GiB), driver 580.159.04, CUDA 13.0, torch 2.11.0, transformers
-5.17.0, expandable segments. MiB. The traces were made again afterwards, on a CPU with torch 2.13.
+5.17.0, expandable segments. MiB. The traces were made again afterwards, on a CPU with torch 2.13
+and transformers 5.24.0.
 
     step                                n       size    traced  allocated      off  reserved    gaps
     decoder, scores kept              107        512    2976.4     3041.4   +0.00%      3288   +8.1%
