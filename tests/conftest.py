@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 settings.register_profile(
     "default",
     deadline=None,  # two noisy cores
-    max_examples=40,
+    max_examples=32,
     derandomize=True,  # a run says of a commit what any other run says of it
     phases=[phase for phase in Phase if phase is not Phase.explain],  # minutes, for a few comments
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -154,6 +154,7 @@ class Kernel(torch.autograd.Function):
         return gradients[0]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_gets_a_pointer() -> None:
     """It never gets the null pointer of a fake tensor: such a step is not traced, but run."""
 

@@ -69,12 +69,17 @@ STEPS: dict[str, Callable[[int, int], float]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["run", "auto"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("linear", "run"),
+        ("tensors", "auto"),
+        *(pytest.param(name, "run", marks=pytest.mark.slow) for name in STEPS if name != "linear"),
+        pytest.param("kernels take 1.7 times", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is planned is near it: of sizes that were run, and in between."""
-    if method == "auto" and name not in ("tensors", "kernels take 1.7 times"):
-        return  # peaks that no trace of this step shows
     machine = Machine(monkeypatch, STEPS[name])
     budget = 900 * MIB
     cost = measure_cost(
@@ -95,6 +100,7 @@ def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> Non
         measure_cost(a_step, machine.make, max_size=64, method="run", budget=50 * MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_memory_that_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a step is run only: the worst of three batches of each shape counts."""
@@ -147,7 +153,7 @@ def test_gaps_between_shapes_in_turn_are_added(
     assert 0.95 * room <= wasted * int(cost.batch_bytes(n, 64)) <= room
 
 
-@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("stated", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_kernels_that_are_kept_are_warned_of(
     stated: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -256,6 +256,7 @@ def test_a_branch_makes_a_piece() -> None:
     assert cost.grid is None
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_length_is_interpolated() -> None:
     """Traced with n as a symbol at a few lengths; nothing is far below or above."""
 

@@ -153,6 +153,7 @@ def test_the_loaders_own_collate_cannot_end_the_epoch(workers: int) -> None:
     assert stream.state_dict()["epoch"] == 0
 
 
+@pytest.mark.slow
 def test_a_window_that_cannot_be_planned_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches before it come, then the error, and then the window."""
     sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 300, window=64)

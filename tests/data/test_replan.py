@@ -65,6 +65,7 @@ def replan_together(those: list[Any]) -> None:
             sampler.replan()
 
 
+@pytest.mark.slow
 @given(problems(packed=False), st.floats(1.01, 1.8), st.data())
 def test_the_rest_of_an_epoch_is_planned_anew(
     problem: Any, factor: float, data: st.DataObject

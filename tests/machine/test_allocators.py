@@ -88,6 +88,7 @@ def train_on_new_shapes() -> None:
     print(train(range(30, 80)) - before)  # noqa: T201
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is without oneDNN")
 def test_new_shapes_keep_next_to_nothing() -> None:
     """The kernels of 1,024 shapes would be kept, 0.4 MiB each."""

@@ -44,7 +44,7 @@ def test_every_sample_once_in_equal_numbers(seed: int, ranks: int, step: int | N
         assert COST.batch_bytes(len(batch), sizes[batch].max()) <= 2_000_000
 
 
-@pytest.mark.parametrize("step", [1024, None])
+@pytest.mark.parametrize("step", [pytest.param(1024, marks=pytest.mark.slow), None])
 def test_time_is_more_even_than_when_bytes_are_balanced(step: int | None) -> None:
     """Over an epoch of 8 ranks, the slowest rank of each step is nearer to the mean."""
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)

@@ -275,7 +275,9 @@ def test_an_object_that_samples_share_counts_once(kind: str, options: dict[str, 
 SCRIPT = Path(__file__).parents[2] / "support" / "script_freed.py"
 
 
-@pytest.mark.parametrize("kind", ["crops", "lengths", "worker"])
+@pytest.mark.parametrize(
+    "kind", ["crops", *(pytest.param(k, marks=pytest.mark.slow) for k in ("lengths", "worker"))]
+)
 def test_freed_memory_goes_back(kind: str) -> None:
     """Items of 8 MB that become small samples: the process does not grow by their sum."""
     ran = subprocess.run(
