@@ -120,10 +120,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
-@pytest.mark.parametrize(
-    "kind",  # samples of one size are traced for many numbers of them
-    [pytest.param(k, marks=pytest.mark.slow if k in ("fixed", "numbers") else ()) for k in KINDS],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_data_set_of_any_kind(
     kind: str, traced: list[tuple[int, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:

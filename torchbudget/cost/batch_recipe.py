@@ -125,13 +125,15 @@ class Recipe:
 
     def __init__(self, make: Callable[[Shape], Any], shapes: Sequence[Shape]) -> None:
         batches = [make(shape) for shape in shapes]
+        # An axis of one size is a number, as all that is on it.
+        ends = [(0, 1) if len({*column}) > 1 else (0,) for column in zip(*shapes, strict=True)]
+        self._powers = list(product(*ends))
         kinds = [tuple(map(type, leaves_of(batch))) for batch in batches]
         # Fields that happen to be equally long may share what a batch knows of them.
         [(kind, number)] = Counter(kinds).most_common(1)
         shapes = [shape for shape, one in zip(shapes, kinds, strict=True) if one == kind]
         every = [leaves_of(one) for one, its in zip(batches, kinds, strict=True) if its == kind]
         self._batch = batches[kinds.index(kind)]
-        self._powers = list(product((0, 1), repeat=len(shapes[0])))
         terms = np.array([_products(shape, self._powers) for shape in shapes], float)
         if np.linalg.matrix_rank(terms) < len(self._powers):
             raise UntraceableError(
