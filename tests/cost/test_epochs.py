@@ -30,7 +30,7 @@ training = CASES[name]()
 rng = np.random.default_rng(0)
 ends = np.atleast_1d(training.max_size)
 number = 1200 if name == "graphs" else 400  # several batches of each
-sizes = np.clip(ends * rng.lognormal(-2, 0.8, (number, len(ends))), 1, ends).astype(int)
+sizes = np.clip(ends * rng.lognormal(-2, 0.8, (number, len(ends))), 2, ends).astype(int)
 probes = ()
 if how.isdecimal():  # that many samples in each batch
     trim_malloc()

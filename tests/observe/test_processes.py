@@ -105,7 +105,7 @@ def load(stat: str, method: str) -> None:
         batches = iter(DataLoader(Holding(), 8, num_workers=2, multiprocessing_context=method))
         next(batches), next(batches)  # one of each worker
         held = 0
-        for _ in range(11):  # the workers fill their queues in the first interval
+        for _ in range(20):  # until well after the workers have filled their queues
             time.sleep(0.4)
             held = max(held, charged(stat))
         del batches
