@@ -23,7 +23,7 @@ from torchbudget.units import format_bytes
 # torch's allocator on CUDA rounds each storage up to this.
 CUDA_BLOCK_BYTES: Final = 512
 # What a process has on a device outside torch's allocator: the context (610 MiB on an H200 with
-# CUDA 13), and libraries with their kernels (742 to 762 MiB after steps of four models). It differs
+# CUDA 13), and libraries with their kernels (742 to 766 MiB after steps of 14 models). It differs
 # between devices and drivers; a run on the device measures it.
 CONTEXT_BYTES: Final = 768 * 2**20
 # ATen/cuda/CUDABlas.cpp: workspaces that cuBLAS gets from torch's allocator, 8 of 4 MiB from Hopper

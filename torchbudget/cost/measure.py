@@ -65,7 +65,7 @@ def measure_cost(
     memory and no arithmetic. The peak is then an expression of n and the sizes, exact wherever the
     branches that the trace took hold; concrete traces check it. Shapes that symbols cannot
     describe, such as loops over a length, are traced one by one and interpolated. *Running* steps
-    for real on about 7 synthetic batches of up to 0.95 of the budget and reads the machine's
+    for real on 5 to 7 synthetic batches of up to 0.95 of the budget and reads the machine's
     counters: resident memory on the CPU; on CUDA what torch's allocator reserves, and what this
     process uses outside it (`peak_memory`). "auto" traces, and runs to find an offset and a scale.
     On the CPU a run also counts what else the process has in memory (interpreter, libraries,

@@ -171,7 +171,9 @@ class Domain:
         each = []
         for low, high in zip(self.smallest, self.largest, strict=True):
             room = (high - low) // self.multiple
-            steps = sorted({min(k, room) for k in (0, 5, 12)} if room > 12 else range(min(room + 1, 3)))
+            steps = sorted(
+                {min(k, room) for k in (0, 5, 12)} if room > 12 else range(min(room + 1, 3))
+            )
             each.append([low + k * self.multiple for k in steps] or [low])
         shapes = [(n, *size) for n in (3, 5) for size in product(*each)]
         return [*shapes, (7, *(one[-1] for one in each))]
