@@ -6,7 +6,7 @@ import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -19,11 +19,12 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import is_int
 from torchbudget.cost.batch_recipe import Recipe
 from torchbudget.cost.expressions import UntraceableError
-from torchbudget.cost.protocol import ArrayLike, IntArray
+from torchbudget.cost.padded import PaddedCost, whole_bytes
+from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.tracing import Tracer, ValueDependentError
-from torchbudget.errors import BudgetError, CostError, CostOverflowError, OptionError, OversizeError
+from torchbudget.errors import BudgetError, CostError, OptionError, OversizeError
 from torchbudget.restoring import TrainingState
-from torchbudget.units import MAX_BYTES, Amount, format_bytes
+from torchbudget.units import Amount, format_bytes
 
 Shape: TypeAlias = Sequence[int]
 OptimizerFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
@@ -36,10 +37,10 @@ _BY_HAND: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DenseCost:
+class DenseCost(PaddedCost):
     """`max(floor, fixed + n·sample)` bytes for n samples of one fixed shape.
 
-    A `CostModel` that ignores the padded size (of one ragged axis). It also computes how many
+    A `PaddedCost` whose samples cost the same whatever their size. It also computes how many
     samples fit the host, how many fit the device, and which batch size to take.
 
     Attributes:
@@ -51,7 +52,7 @@ class DenseCost:
             are multiples of it.
 
     Raises:
-        CostError: a number is no int, negative or past 2⁶³ − 1, or a sample or a read is empty.
+        CostError: as in `PaddedCost`; `unit_bytes` or `pair_bytes` are given; or a read is empty.
 
     >>> cost = DenseCost(fixed_bytes=1000, sample_bytes=30, variants_per_read=4)
     >>> int(cost.batch_bytes(8, 0)), int(cost.capacity(0, 1240))
@@ -60,19 +61,19 @@ class DenseCost:
     (8, 8)
     """
 
-    sample_bytes: int
-    fixed_bytes: int = 0
-    floor_bytes: int = 0
     host_sample_bytes: int = 0
     variants_per_read: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            least = 1 if name in ("sample_bytes", "variants_per_read") else 0
-            if not is_int(value) or not least <= value <= MAX_BYTES:
-                raise CostError(f"{name} must be an int from {least} to 2**63 - 1, got {value!r}")
-            object.__setattr__(self, name, int(value))
+        super(DenseCost, self).__post_init__()
+        if not self.counts:
+            raise CostError("samples of one shape cost sample_bytes, not unit_bytes or pair_bytes")
+        for name in ("sample_bytes", "host_sample_bytes"):
+            object.__setattr__(self, name, whole_bytes(name, getattr(self, name)))
+        if not is_int(self.variants_per_read) or self.variants_per_read < 1:
+            raise CostError(
+                f"variants_per_read must be an int of at least 1, got {self.variants_per_read!r}"
+            )
 
     @classmethod
     def of(
@@ -150,32 +151,6 @@ class DenseCost:
             floor_bytes=state_bytes + step_bytes,
         )
 
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """Peak bytes of a batch of n samples; only the shape of the padded size matters.
-
-        Raises:
-            CostError: a number of samples is no int, negative or past 2⁶³ − 1.
-            CostOverflowError: a batch is past 2⁶³ − 1 bytes.
-        """
-        number = _integers("n", n)
-        if number.size and number.min() < 0:
-            raise CostError(f"a batch has at least 0 samples, got {number.min()}")
-        if number.size and number.max() > (MAX_BYTES - self.fixed_bytes) // self.sample_bytes:
-            raise CostOverflowError(f"a batch of {number.max()} samples costs 2**63 bytes or more")
-        total = number * self.sample_bytes + self.fixed_bytes
-        return _spread(np.maximum(total, self.floor_bytes), padded_size)
-
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """The largest n that fits; only the shape of the padded size matters.
-
-        Raises:
-            CostError: a budget is no int, or past 2⁶³ − 1 bytes.
-        """
-        budget = _integers("budget_bytes", budget_bytes)
-        room = np.maximum(budget, self.fixed_bytes) - self.fixed_bytes  # cannot wrap
-        n = np.where(budget < self.floor_bytes, 0, room // self.sample_bytes)
-        return _spread(n, padded_size)
-
     def samples_in_host(self, budget: MemoryBudget | Amount) -> int:
         """How many samples fit main memory; a budget in bytes is the host's.
 
@@ -192,7 +167,7 @@ class DenseCost:
             raise BudgetError("this budget does not limit the host; give MemoryBudget(host=…)")
         if not self.host_sample_bytes:
             raise CostError("host_sample_bytes is not known; give it to say how many samples fit")
-        return budget.host // self.host_sample_bytes
+        return int(budget.host // self.host_sample_bytes)
 
     def largest_batch(self, budget: MemoryBudget | Amount) -> int:
         """The largest batch that fits the device: a positive multiple of `variants_per_read`.
@@ -206,7 +181,7 @@ class DenseCost:
             raise BudgetError("this budget does not limit the device; give MemoryBudget(device=…)")
         reads = int(self.capacity(0, device_bytes)) // self.variants_per_read
         if not reads:
-            alone = max(self.fixed_bytes, self.floor_bytes)
+            alone = int(max(self.fixed_bytes, self.floor_bytes))
             raise OversizeError(
                 f"a budget of {format_bytes(device_bytes)} ({device_bytes} bytes) fits no batch: "
                 f"the model alone needs {format_bytes(alone)} ({alone} bytes), and a read of "
@@ -235,18 +210,6 @@ class DenseCost:
         batch = max(1, reads) * variants
         budget = MemoryBudget.of(budget)
         return batch if budget.device is None else min(batch, self.largest_batch(budget))
-
-
-def _integers(name: str, values: ArrayLike) -> IntArray:
-    array = np.asarray(values)
-    if array.size and (array.dtype.kind not in "iu" or array.max() > MAX_BYTES):
-        raise CostError(f"{name} must be ints of at most 2**63 - 1, got {values!r}")
-    return array.astype(np.int64)
-
-
-def _spread(values: IntArray, padded_size: ArrayLike) -> IntArray:
-    shape = np.broadcast_shapes(np.shape(values), np.shape(padded_size))
-    return np.broadcast_to(values, shape).copy()
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

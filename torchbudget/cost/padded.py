@@ -29,9 +29,16 @@ def _coefficient(name: str, value: object) -> float:
     return float(value)
 
 
-def _whole(name: str, value: object) -> int:
+def whole_bytes(name: str, value: object) -> int:
     """`value` rounded up to whole bytes."""
     return math.ceil(_coefficient(name, value))
+
+
+def _integers(name: str, values: ArrayLike) -> IntArray:
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.max() > MAX_BYTES):
+        raise CostError(f"{name} must be ints of at most 2**63 - 1, got {values!r}")
+    return array.astype(np.int64)
 
 
 def _entries(value: Any) -> Sequence[Any] | None:
@@ -73,7 +80,7 @@ class _Quadratic:
         if each is None and self.unit_bytes == 0:
             each = _entries(self.pair_bytes)
         shape = () if each is None or len(each) < 2 else (len(each),)  # one axis: plain numbers
-        object.__setattr__(self, "fixed_bytes", _whole("fixed_bytes", self.fixed_bytes))
+        object.__setattr__(self, "fixed_bytes", whole_bytes("fixed_bytes", self.fixed_bytes))
         for name, its_shape in (("sample", ()), ("unit", shape), ("pair", shape * 2)):
             field = f"{name}_bytes"
             value = _coefficients(field, getattr(self, field), its_shape)
@@ -135,7 +142,7 @@ class _Quadratic:
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
-        number = np.asarray(n, dtype=np.int64)
+        number = _integers("n", n)
         item = self.item_bytes(padded_size)
         if number.size and number.min() < 0:
             raise CostError(f"a batch has at least 0 samples, got {number.min()}")
@@ -150,7 +157,7 @@ class _Quadratic:
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
         item = self.item_bytes(padded_size)
-        budget = np.asarray(budget_bytes, dtype=np.int64)
+        budget = _integers("budget_bytes", budget_bytes)
         room = np.where(budget < self._floor_bytes, -1, budget) - self.fixed_bytes
         n: IntArray = np.maximum(room, 0) // np.maximum(item, 1)
         if not item.all():  # samples that cost nothing
@@ -193,7 +200,7 @@ class PaddedCost(_Quadratic):
 
     def __post_init__(self) -> None:
         super(PaddedCost, self).__post_init__()
-        object.__setattr__(self, "floor_bytes", _whole("floor_bytes", self.floor_bytes))
+        object.__setattr__(self, "floor_bytes", whole_bytes("floor_bytes", self.floor_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
