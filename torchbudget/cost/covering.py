@@ -124,8 +124,6 @@ class Covering:
     def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
         weights, poor = np.log(shapes).sum(axis=1), 0
         while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
-            if self._traces and time.process_time() > self._deadline - _MOST_SECONDS / 2:
-                return
             inside = np.flatnonzero(left)
             # The middle of what is left: its branches are likely those of many shapes.
             middle = shapes[inside[np.argsort(weights[inside])[len(inside) // 2]]]
@@ -237,6 +235,7 @@ class Covering:
 
     def _make_grid(self, recipe: Recipe | None, left: IntArray) -> None:
         """Trace columns, and more of them where the one between two is predicted badly."""
+        self._deadline = time.process_time() + _MOST_SECONDS
         domain = self.subject.domain
         count = {1: 5, 2: 3}.get(domain.axes, 2)
         sizes = domain.nodes(count)

@@ -365,12 +365,15 @@ class MeasuredCost:
         write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
 
     def errors(self) -> list[float]:
-        """Predicted / measured − 1 of each probe, without the margin."""
-        surface = self._surface
-        return [
-            int(surface.batch_bytes(p.n, p.size if self.axes > 1 else p.size[0])) / p.peak_bytes - 1
-            for p in self.probes
-        ]
+        """Predicted / measured − 1 of each probe, without the margin; of a trace, traced bytes."""
+        surface, found = self._surface, []
+        for probe in self.probes:
+            size = probe.size if self.axes > 1 else probe.size[0]
+            predicted = float(surface.batch_bytes(probe.n, size))
+            if probe.how == "trace":
+                predicted = (predicted - self.offset) / self.scale
+            found.append(predicted / probe.peak_bytes - 1)
+        return found
 
     def __repr__(self) -> str:
         return f"<MeasuredCost: {self}>"
