@@ -103,7 +103,7 @@ def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_memory_that_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a step is run only: the worst of three batches of each shape counts."""
+    """Such a step is run only, with a margin of at least 3 %."""
     machine = Machine(monkeypatch, STEPS["linear"])
 
     def step(batch: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ def test_memory_that_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cost = measure_cost(step, machine.make, max_size=256, budget=900 * MIB)
     assert any("only run, not traced" in note for note in cost.notes)
-    assert any("the worst of 3 batches" in note for note in cost.notes)
+    assert any("memory depends on values" in note for note in cost.notes)
     assert cost.margin >= 0.03
     assert cost.label(3, 256) == "interpolated"
 

@@ -250,8 +250,9 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     left = max(room - beside, 1)
     if method == "trace":
         return _on_cpu(subject, ranks.of_first(partial(_traced, subject, left)), beside)
-    traced = ranks.of_first(partial(_traced_or_run, subject, method, left))
-    subject.depends_on_values = ranks.of_first(lambda: subject.depends_on_values)
+    traced = (
+        ranks.of_first(partial(_traced_if_possible, subject, left)) if method == "auto" else None
+    )
     return run_steps(subject, room, traced)
 
 
@@ -283,22 +284,18 @@ def _traced(subject: Subject, room: int | None) -> MeasuredCost:
     )
 
 
-def _traced_or_run(subject: Subject, method: Method, room: int) -> MeasuredCost | None:
+def _traced_if_possible(subject: Subject, room: int) -> MeasuredCost | None:
     """The cost of traced bytes; `None` if the step cannot be traced but only run."""
     try:
-        if method == "auto":
-            return _traced(subject, room)
-        shape = (2, *subject.domain.smallest)
-        Tracer(subject.step, subject.batch, subject.state, checks=subject.checks).concrete(shape)
+        return _traced(subject, room)
     except BatchError:
         raise
-    except ValueDependentError as error:
-        subject.depends_on_values = True
-        subject.notes.append(f"only run, not traced: {error}")
-        subject.notes.append("memory depends on values: the worst of 3 batches a shape counts")
     except CostError as error:
-        if method == "auto":
-            subject.notes.append(f"only run, not traced: {error}")
+        subject.notes.append(f"only run, not traced: {error}")
+        if isinstance(error, ValueDependentError):
+            subject.notes.append(
+                "memory depends on values: it was measured on those that make_batch gives"
+            )
     return None
 
 

@@ -41,7 +41,7 @@ _AGREEING: Final = 4
 # Peaks of one shape were seen to grow by up to 14.8 MiB after 50 others, without any tensor:
 # compiled kernels, gaps in the heap.
 _DRIFT_BYTES: Final = 16 * 2**20
-# Without a trace, or where memory depends on values: steps of 1.03 times the fit were seen.
+# Without a trace: steps of 1.03 times the fit were seen.
 _BLIND_MARGIN: Final = 3e-2
 # Less than this is lost in what a process gains and loses by itself.
 _SEEN_BYTES: Final = 2**24
@@ -49,7 +49,6 @@ _SEEN_BYTES: Final = 2**24
 _LINEAR: Final = 1.15
 _MOST_CLIMBS: Final = 10
 _BLIND_SIZES: Final = {1: 6, 2: 4}
-_REPEATED: Final = 3  # batches of a shape where memory depends on their values
 # oneDNN runs these on the CPU by kernels that it compiles for each shape.
 _CONVOLUTIONS: Final = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -135,13 +134,11 @@ class StepRunner:
     def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
         """Step on batches of one shape: twice the first time, since optimizers make their state.
 
-        Where the step's memory depends on values, on more batches, of which the worst counts.
-
         Raises:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
-        times = _REPEATED if self._subject.depends_on_values else 1
-        peak, beside_bytes, seconds = self._peak([(n, size)] * (times + (not self._beside_bytes)))
+        times = 1 if self._beside_bytes else 2
+        peak, beside_bytes, seconds = self._peak([(n, size)] * times)
         self._beside_bytes.append(beside_bytes)
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
@@ -263,8 +260,7 @@ class _Runs:
             self._reach_for(_NEAR, domain.between(share), held_out=True)
         self.probes = self.runner.settled(self.probes)
         cost = self._fitted()
-        least = _BLIND_MARGIN if self.subject.depends_on_values else _LEAST_MARGIN
-        return replace(cost, margin=self._margin(cost, least), seconds=self._seconds(cost))
+        return replace(cost, margin=self._margin(cost, _LEAST_MARGIN), seconds=self._seconds(cost))
 
     def _fitted(self) -> MeasuredCost:
         """The traced cost with the offset and the scale of the runs so far."""

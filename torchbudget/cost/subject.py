@@ -197,7 +197,6 @@ class Subject:
         state: what the step refers to.
         target: the device that the step is to run on.
         notes: what the user should know; appended to while measuring.
-        depends_on_values: whether the step's memory depends on the values in its batch.
         advance: is called with 1 after each shape, to show progress.
         checks: of the step.
     """
@@ -208,7 +207,6 @@ class Subject:
     state: TrainingState
     target: torch.device
     notes: list[str] = field(default_factory=list)
-    depends_on_values: bool = False
     advance: Callable[[int], object] = lambda _: None
     checks: StepChecks = field(init=False)
     _most: dict[Size, int] = field(default_factory=dict)
