@@ -206,7 +206,7 @@ def test_nodes_and_edges() -> None:
     ("make", "said"),
     [
         (lambda n, size: [frames(n, size), [1] * n], "structure differs"),
-        (lambda n, size: frames(n, size * size), "not linear in its shape"),
+        (lambda n, size: frames(n, size * size), "does not follow from n"),
         (lambda n, size: frames(n, size).mT, "not contiguous"),
         (lambda n, size: [frames(n, size), 1.5 * size], "is no int"),
         (lambda *_: frames(4, 9), "does not depend"),

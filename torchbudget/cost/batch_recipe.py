@@ -149,8 +149,13 @@ class Recipe:
                 found = []  # it stays that of one batch: concrete traces show whether it counts
             for one, column in zip(found, columns, strict=False):
                 if one is None:
-                    pairs = dict(zip(shapes, column.astype(int).tolist(), strict=True))
-                    raise UntraceableError(f"the batch is not linear in its shape: {pairs}")
+                    pairs = [*zip(shapes, column.astype(int).tolist(), strict=True)][:4]
+                    raise UntraceableError(
+                        "a number in the batch does not follow from n and the padded size, as in "
+                        + ", ".join(f"{shape}: {found}" for shape, found in pairs)
+                        + "; where another field of the samples is ragged, give its size as well, "
+                        "as in size=('audio', 'text')"
+                    )
             self._sizes.append([one for one in found if one is not None])
         varying = [any(any(one.weights[1:]) for one in sizes) for sizes in self._sizes]
         if not any(varying):

@@ -105,6 +105,8 @@ class Covering:
             self._cover(recipe, shapes, left)
         except UntraceableError as error:
             self.reason = self.reason or str(error)
+            if recipe is None:
+                self.subject.warn(f"shapes are measured one by one, which takes minutes: {error}")
         if left.any():
             self._make_grid(recipe, shapes[left])
         many = self.subject.domain.draw(_DRAWN // 4, _MANY, seed=1)
