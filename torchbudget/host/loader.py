@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -441,11 +442,13 @@ def _summary(
     longest = sizes[batches.rounded().prod(axis=1).argmax()]
     median = np.median(sizes, axis=0).astype(np.int64)
     one, other = (
-        f"({size.tolist()}): {int(rules.alike(size)):,} at once" for size in (longest, median)
+        f"({_shown(size)}): {int(rules.alike(size)):,} at once" for size in (longest, median)
     )
-    each, ends = report.batches // report.ranks, (sizes.min(axis=0), sizes.max(axis=0))
+    each, key = report.batches // report.ranks, batches.key
+    least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
     lines = [
-        f"sizes  {len(sizes):,} samples of {ends[0]} to {ends[1]}, by {batches.key!r}",
+        f"sizes  {len(sizes):,} samples of {least} to {most}, by "
+        + (getattr(key, "__name__", "a function") if callable(key) else repr(key)),
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
         f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",
@@ -453,6 +456,10 @@ def _summary(
     if isinstance(host, LoaderOptions):
         lines.append(f"host   {host.explain().splitlines()[0]}; limited by {host.limited_by}")
     return lines
+
+
+def _shown(size: npt.NDArray[np.int64]) -> str:
+    return " × ".join(f"{one:,}" for one in np.atleast_1d(size).tolist())
 
 
 def _opened(folder: Path, forward: Forward, batches: DataLoader[Any]) -> Any:
