@@ -311,7 +311,7 @@ def _beside_tensors(subject: Subject) -> int:
 
 
 def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
-    """Traced bytes as those of a process that no step ran in."""
+    """The cost of traced bytes and of all else that the process has, where no step ran."""
     subject.notes += [
         f"{format_bytes(beside)} are added for all else that the process had in memory",
         _UNSEEN_ON_CPU,
@@ -320,7 +320,7 @@ def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
 
 
 def _on_cuda(subject: Subject, cost: MeasuredCost, assumed: AssumedCuda) -> MeasuredCost:
-    """Traced bytes as those of a CUDA device that no step ran on."""
+    """The cost of traced bytes and of all else on a CUDA device, where no step ran."""
     own = subject.state.device
     warn_of_kept(subject, device_memory(own) if own.type == "cuda" else None)
     subject.notes += assumed.notes()

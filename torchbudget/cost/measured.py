@@ -34,8 +34,8 @@ MOST_MARGIN: Final = 1000
 _FAILED: Final = 0.02
 _FORMAT: Final = 4  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
-# A sample of a packed batch that is longer than all measured ones: more than any device has, and
-# sums of a window of such samples do not wrap.
+# Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
+# enough that the sum over a window does not wrap.
 _BEYOND_BYTES: Final = 2**45
 
 

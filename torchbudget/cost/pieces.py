@@ -161,9 +161,9 @@ class Grid:
         most: samples up to which bytes are known at the most.
         by_area: whether bytes are linear in sizes where n · L₁ ⋯ is the same, else where n is.
         reached: the most bytes that were measured; beyond them nothing is known.
-        raised_share: all bytes are raised by the smaller one of this share, the largest error on
-            other shapes,
-        raised_bytes: and of these bytes, the largest error there in bytes.
+        raised_share: the largest error on other shapes, as a share.
+        raised_bytes: the largest error on other shapes, in bytes. All bytes are raised by the
+            smaller one of both.
         ends: samples up to which the bytes of each column are known; empty: `most` of each.
     """
 

@@ -26,13 +26,12 @@ from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.units import format_bytes
 
-# Shares of the budget that runs aim at: the first one shows, at a safe distance, how the machine's
-# bytes relate to the trace's (a U-Net takes 1.32 of the traced ones, a 1-d convolution 1.69); a
-# size that was not run yet; others.
+# Shares of the budget that runs aim at. The first run shows how many bytes are in use for each
+# traced one: 1.32 in a U-Net, 1.69 in a 1-d convolution.
 _SAFE: Final = 0.4
-_NEW: Final = 0.85
+_NEW: Final = 0.85  # of a size that was not run yet
 _NEAR: Final = 0.95
-# Of the first run nothing is known but its own peak: a third on top of the tensors.
+# Bytes in use for each traced one, until a run has shown them.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
 # Runs on the CPU that are enough, with one more, where all agree: an encoder of 5 million
@@ -43,7 +42,7 @@ _AGREEING: Final = 4
 _DRIFT_BYTES: Final = 16 * 2**20
 # Without a trace: steps of 1.03 times the fit were seen.
 _BLIND_MARGIN: Final = 3e-2
-# Less than this is lost in what a process gains and loses by itself.
+# A process gains and loses as much by itself.
 _SEEN_BYTES: Final = 2**24
 # Memory that grows no faster than this times the number of samples is linear in it.
 _LINEAR: Final = 1.15

@@ -52,16 +52,17 @@ from torchbudget.restoring import TrainingState, reachable
 # Torch's allocators round a block up to this.
 _BLOCKS: Final = {"cuda": CUDA_BLOCK_BYTES, "cpu": 64}
 
-# A gradient scaler's operations: are the gradients finite, which the trace assumes; the next scale.
+# Operations of a gradient scaler. The first one checks that gradients are finite, which the trace
+# assumes; the second one sets the next scale.
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _UPDATE_SCALE: Final = torch.ops.aten._amp_update_scale_.default
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
-# Asked of a fake tensor wherever a kernel looks at its device: no operation of the step.
+# Kernels ask a fake tensor for its device by this operation: it is none of the step's.
 _DEVICE: Final = torch.ops.prim.device.default
-# They wrap a tensor that was just made from Python numbers; fake tensors remember such values,
+# They wrap a tensor that was just made from Python numbers.
 _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-# of as many elements as a shape may have, and what is computed from them alone, as in
-# torch.tensor(x.shape).min(); larger ones may be masks that the step draws.
+# Fake tensors of up to so many elements, as a shape has, remember values that were computed from
+# Python numbers alone, as in torch.tensor(x.shape).min(). Larger ones may be masks that are drawn.
 _REMEMBERED: Final = 8
 _MOST_CELLS: Final = 10**7  # of arrays of events by shapes
 
@@ -556,7 +557,7 @@ class _Counter(TorchDispatchMode):
         for one in leaves:
             self.count(one)
         if func not in self._apart:
-            # Of one tensor that is returned twice, a cache would make two.
+            # A cache would make two tensors of one that is returned twice.
             storages = [one.untyped_storage()._cdata for one in leaves]
             self._apart[func] = len(set(storages)) == len(storages)
         formula = self._formulas.get(func._overloadpacket)
@@ -571,14 +572,14 @@ class _Counter(TorchDispatchMode):
             value: float = constant.item()  # of Python's numbers, as in torch.div(x.shape[1], 2)
             return value
         if tensor.dtype.is_floating_point:
-            # 1.0 of a loss that is logged, of an optimizer's count of steps.
+            # A loss that is logged, or an optimizer's count of steps.
             return 0.0 if tensor.untyped_storage() in self._no_infinity else 1.0
         if tensor.dtype is torch.bool:
             self.assumed += 1
-            return False  # is a loss NaN, does a mask hide nothing
+            return False  # as of loss.isnan() and mask.all()
         if not tensor.dtype.is_complex:
             self.integers += 1
-            return self._integer  # how many tokens are not padding
+            return self._integer  # as of mask.sum()
         return None
 
 
