@@ -41,8 +41,8 @@ _NEAR: Final = 1.5
 # samples took, which count as half a second at least: does it loop?
 _LOOPING: Final = 16
 _LEAST_SECONDS: Final = 0.5
-# With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 % too
-# low elsewhere; with 24, that of an LSTM was raised by 0.4 %, and was 1.0 % too low.
+# With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
+# too low elsewhere; with 24, that of an LSTM was raised by 0.4 %, and was 1.0 % too low.
 _HELD_OUT: Final = 64
 _LEAST_HELD_OUT: Final = 12  # where time is up
 # Peaks of up to so many samples are looked for: other sums may be the peak there.
