@@ -30,15 +30,17 @@ _MOST_PIECES: Final = 8
 # Samples up to which traces are compared; with a budget, more where they fit.
 _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
-# The first pieces are compared with concrete traces.
+# The first pieces are compared with concrete traces: a decomposition of an LSTM was 9 % too low at
+# large shapes.
 _VERIFIED: Final = 2
 # A grid is refined while the middle of a cell is further off than this, until time is up.
 _OFF: Final = 0.01
 _MOST_SECONDS: Final = 60.0
-# In a column, each number of samples is at least so many times the one before.
+# In a column, each number of samples is at least so many times the one before: a limit of time.
 _NEAR: Final = 1.5
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
-# samples took, which count as half a second at least: does it loop?
+# samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
+# long as numbers; a loss of 230 chunks takes 6 s, and fills 1 GiB.
 _LOOPING: Final = 16
 _LEAST_SECONDS: Final = 0.5
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
