@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _PARTS: Final = 2**14
 # Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
 MOST_MARGIN: Final = 1000
-# A margin grows by this when an allocation failed.
+# A margin grows by this when an allocation failed: a step that repeats until none fails.
 _FAILED: Final = 0.02
 _FORMAT: Final = 4  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports

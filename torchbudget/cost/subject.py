@@ -25,7 +25,7 @@ from torchbudget.warn import warn
 Size: TypeAlias = tuple[int, ...]
 
 _MOST_AXES: Final = 8
-# The smallest size, as a share of the largest one, where neither it nor sizes are given.
+# The smallest size, as a share of the largest one: a default, which `min_size` or `sizes` replace.
 _SMALLEST: Final = 1 / 64
 # Limits of the batch of a probe or a concrete trace: its bytes, and its number of samples.
 _BATCH_BYTES: Final = 2**28
