@@ -17,10 +17,10 @@ from torchbudget.units import Amount, exact, format_bytes, parse_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class MemoryBudget:
-    """Bytes that may be used, at most, at any moment.
+    """The most bytes that a job may use at any moment.
 
-    Each amount is what a peak is compared with: it includes what is in use already (parameters,
-    optimizer state, loaded data).
+    Each amount includes the memory that is in use already: parameters, optimizer state, loaded
+    data.
 
     Attributes:
         device: bytes on the device that the training step runs on.
@@ -29,8 +29,8 @@ class MemoryBudget:
 
     Args:
         device: bytes as an int, or text such as `"8GiB"` (see `parse_bytes`); None: not limited.
-        host: likewise.
-        shared: likewise.
+        host: the same for main memory.
+        shared: the same for `/dev/shm`.
 
     Raises:
         BudgetError: an amount cannot be read or is zero, or none is given.
@@ -64,7 +64,7 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, value: MemoryBudget | Amount) -> MemoryBudget:
-        """A budget as it is, or an amount as the device's bytes.
+        """Return a budget as it is, or make one of an amount of the device's bytes.
 
         Raises:
             BudgetError: `value` is neither a budget nor a readable amount.
@@ -82,42 +82,44 @@ class MemoryBudget:
         fraction: float = 0.9,
         ranks_per_machine: int | None = None,
     ) -> MemoryBudget:
-        """A part of what this job can use on this machine now.
+        """Detect the memory that this job can use on this machine now, and take a part of it.
 
         *This job* is the calling process and its descendants, such as the workers of a
-        `DataLoader`. Every amount is `fraction` of
+        `DataLoader`. Each amount of the result is `fraction` of these bytes:
 
-        - `device`, on a GPU: all of its memory less what other processes use. What this process
-          uses already is its own: what torch's allocator has reserved, and its context, libraries
-          and buffers of collectives. Compare it with the sum of both (`peak_memory`), which is what
-          `nvidia-smi` shows for the process. It is read from NVML; where NVML does not count the
-          process, doubtful bytes are its own: see `torchbudget.machine.device`.
-        - `device`, on `"cpu"`: the host's bytes.
-        - `host`: the least of what the machine and each control group of this process, up to the
-          topmost that is visible, have left for the job: the limit, less what others use. Page
-          cache that the kernel can reclaim counts as free; files in tmpfs count as used by others
-          unless the job has mapped them. The job's own anonymous and shared memory counts as
-          usable. Compare it with a peak of the job's memory in which shared pages count once.
-        - `shared`: the bytes that are free in `/dev/shm`; None where there is no `/dev/shm`, or it
-          has no limit of its own. What is written there counts towards `host` as well.
+        - `device`, on a GPU: all of its memory minus the memory of other processes. So the result
+          includes the memory that this process already uses: reserved by torch's allocator, and
+          outside it (context, libraries, buffers of collectives). Compare it with the sum of both,
+          as `peak_memory` measures it and `nvidia-smi` shows it. The bytes are read from NVML. If
+          NVML does not know the process, bytes that may be its own count as its own: see
+          `torchbudget.machine.device`.
+        - `device`, on `"cpu"`: the same bytes as `host`.
+        - `host`: the limit of the machine, or of a control group of this process, minus the memory
+          that other jobs use under it; the smallest of these differences. Page cache that the
+          kernel can reclaim counts as free. Files in tmpfs count as used by other jobs, unless this
+          job has mapped them. Compare the result with a peak of the job's memory that counts shared
+          pages once.
+        - `shared`: the free bytes of `/dev/shm`; None if there is no `/dev/shm`, or it has no limit
+          of its own. Files in `/dev/shm` count towards `host`, too.
 
-        The result hardly depends on whether the model is built before or after the call. On
-        `"cpu"`, `device` and `host` are one memory, of which a training step and the loading of
-        data each need a part: they cannot both be used in full.
+        You may build the model before or after the call. On `"cpu"`, `device` and `host` are the
+        same memory: the training step and the loading of data share it, and cannot both use all of
+        it.
 
         Args:
-            device: `"cuda:0"`, `"cuda"` (the current device), `"cpu"`, or None for no limit on it.
+            device: `"cuda:0"`, `"cuda"` (the current device), `"cpu"`, or None to leave the device
+                out.
             fraction: the part to take, above 0 and at most 1.
-            ranks_per_machine: by which the machine's memory is divided, `host`, `shared` and
-                `device="cpu"`. A GPU is not divided, as each rank has its own. Default: torchrun's
-                `LOCAL_WORLD_SIZE`, 1 for a process that is alone.
+            ranks_per_machine: the number of ranks that share the machine's memory (`host`, `shared`
+                and `device="cpu"`), by which it is divided. GPUs are not divided, since each rank
+                has its own. Default: torchrun's `LOCAL_WORLD_SIZE`; 1 for a single process.
 
         Raises:
-            OptionError: `fraction` or `ranks_per_machine` is out of range, or `device` is no such
-                device; or this is one of several ranks whose launcher does not say how many share
-                the machine, and `ranks_per_machine` is not given.
-            MachineError: a reading is missing, or there is no such GPU.
-            BudgetError: nothing is left.
+            OptionError: `fraction` or `ranks_per_machine` is out of range; `device` is not a
+                device; or there are several ranks, `LOCAL_WORLD_SIZE` is not set, and
+                `ranks_per_machine` is not given.
+            MachineError: the memory cannot be read, or there is no such GPU.
+            BudgetError: no memory is left.
 
         >>> budget = MemoryBudget.detect("cpu", fraction=0.5)
         >>> budget.device == budget.host
@@ -149,10 +151,10 @@ class DeviceLimit:
     """The limit that `limit_device_memory` has set; as text, the devices with and without one.
 
     Attributes:
-        device: its name.
-        budget_bytes: what this process may use of it; None: nothing was stated.
-        reserved_bytes: what torch's allocator may reserve; None: it is not limited.
-        outside_bytes: what this process uses outside the allocator now, which is not limited.
+        device: name of the device.
+        budget_bytes: bytes of the device that this process may use; None: not stated.
+        reserved_bytes: bytes that torch's allocator may reserve; None: not limited.
+        outside_bytes: bytes that this process uses outside the allocator now; not limited.
     """
 
     device: str
@@ -176,23 +178,23 @@ def limit_device_memory(
 ) -> DeviceLimit:
     """Make a budget a hard limit of torch's allocator on a GPU, for the rest of the process.
 
-    The allocator may then reserve what the budget leaves beside what this process uses outside it:
-    the CUDA context, libraries, buffers of collectives. Beyond that it returns its free blocks to
-    the device and, if that does not suffice, raises `torch.OutOfMemoryError`. It cannot limit what
-    is allocated outside it later on: call it once the model has run, and collectives are set up, or
-    call it again. A later call replaces the limit.
+    The allocator may then reserve the budget minus the bytes that this process uses outside the
+    allocator: CUDA context, libraries, buffers of collectives. At the limit it returns free blocks
+    to the device and, if that does not suffice, raises `torch.OutOfMemoryError`. Bytes that are
+    allocated outside later are not limited: call the function after the model has run and
+    collectives are set up, or call it again. A later call replaces the limit.
 
-    On a CPU nothing is limited, and the result says so: the same script runs on both.
+    On a CPU it limits nothing, and the result says so, so the same script runs on both.
 
     Args:
-        budget: of which the device's bytes count.
-        device: `"cuda:0"`, `"cpu"` or the like; None: the current CUDA device if there is any.
+        budget: its device's bytes are the limit.
+        device: `"cuda:0"`, `"cpu"` or the like; None: the current CUDA device, if there is one.
 
     Returns:
-        What is limited; print it.
+        The limit; print it.
 
     Raises:
-        BudgetError: the budget does not state the device's bytes, or the process uses them up
+        BudgetError: the budget does not state the device's bytes, or the process uses all of them
             outside the allocator.
         OptionError: the device is neither a CPU nor a CUDA device.
         MachineError: there is no such device.

@@ -96,10 +96,10 @@ def parse_bytes(amount: Amount) -> int:
             their case does not matter; without a unit the number counts bytes.
 
     Returns:
-        Bytes, rounded down to a whole one.
+        Bytes, rounded down.
 
     Raises:
-        BudgetError: `amount` is no such int or text, is negative, or is past 2⁶³ − 1.
+        BudgetError: `amount` is not an int or such a text, is negative, or exceeds 2⁶³ − 1.
 
     >>> parse_bytes("8GiB")
     8589934592
@@ -139,9 +139,9 @@ def format_amount(amount: int, unit: str) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes for people, in binary units.
+    """Format bytes for people, in binary units.
 
-    At least three significant digits, and as few where the amount is a whole number of its unit.
+    At least three significant digits; a whole number of its unit has no decimals.
 
     >>> format_bytes(8589934592)
     '8 GiB'

@@ -22,16 +22,16 @@ T = TypeVar("T")
 def agree(cost: T, budget: MemoryBudget | int | str) -> tuple[T, MemoryBudget]:
     """Return rank 0's cost and the smallest budget of any rank; a collective.
 
-    Alone, it returns what it was given.
+    Without `torch.distributed` it returns its arguments.
 
     Args:
         cost: any cost model that can be pickled.
-        budget: of this rank. On each of device, host and `/dev/shm` the smallest amount counts.
+        budget: the budget of this rank. The smallest amount counts for each of device, host and
+            `/dev/shm`.
 
     Raises:
         BudgetError: this rank's budget cannot be read.
-        RankError: another rank failed, or does not come here within the timeout of its process
-            group.
+        RankError: another rank failed, or does not call it within the timeout of its process group.
 
     >>> from torchbudget import PaddedCost, agree
     >>> agree(PaddedCost(unit_bytes=4), "8GiB")[1].device == 8 * 1024**3

@@ -47,12 +47,13 @@ class DenseCost(PaddedCost):
         sample_bytes: what each sample adds to the peak of a training step on the device.
         fixed_bytes: bytes without any sample: parameters, gradients, optimizer state.
         floor_bytes: the least that a step costs, however small its batch: the optimizer's step.
-        host_sample_bytes: input and target of a sample in main memory; 0: not known.
-        variants_per_read: how many samples one read yields (an image and its crops, say); batches
-            are multiples of it.
+        host_sample_bytes: bytes of a sample's input and target in main memory; 0: not known.
+        variants_per_read: number of samples that one read yields, such as an image and its crops;
+            batch sizes are multiples of it.
 
     Raises:
-        CostError: as in `PaddedCost`; `unit_bytes` or `pair_bytes` are given; or a read is empty.
+        CostError: as in `PaddedCost`; `unit_bytes` or `pair_bytes` are given; or
+            `variants_per_read` is below 1.
 
     >>> cost = DenseCost(fixed_bytes=1000, sample_bytes=30, variants_per_read=4)
     >>> int(cost.batch_bytes(8, 0)), int(cost.capacity(0, 1240))
@@ -87,33 +88,34 @@ class DenseCost(PaddedCost):
         optimizer: torch.optim.Optimizer | OptimizerFactory | int | None = None,
         variants_per_read: int = 1,
     ) -> DenseCost:
-        """The cost of training `module` on samples of these shapes; needs no memory and no device.
+        """Compute the cost of training `module` on samples of these shapes, without a device.
 
-        A copy of the module runs forward and backward on PyTorch's *meta* device, and the bytes
-        that live are counted after every operation. The prediction is the true peak at n = 1, and
-        at least that for larger batches. The module itself does not change.
+        A copy of the module runs forward and backward on PyTorch's *meta* device, which allocates
+        no memory, and the living bytes are counted after every operation. The cost is the true peak
+        at n = 1, and at least the true peak for larger batches. The module itself does not change.
 
-        It counts tensors, without the kernels' workspaces, the allocator's rounding, autocast and
-        the loss. Leave room, put the loss into the module, or measure the real step.
+        It counts tensors, but not the workspaces of kernels, the rounding of the allocator,
+        autocast or the loss. Leave room for these, put the loss into the module, or measure the
+        real step.
 
         Args:
             input_shape: the shape of one sample's input without the batch axis, or one shape for
                 each positional argument of `module`.
-            output_shape: likewise of the target, which the module's output is compared with.
-            dtype: of the input, or one for each input.
-            output_dtype: of the target, or one for each. Default: that of the first input.
-            module: the module to train; or its class, or another callable without arguments that
-                makes it (then without memory). Without it, a sample costs its input and target.
-            optimizer: the optimizer that trains the module; its class, or another callable that
-                makes one from a list of parameters; or its number of states per parameter (Adam:
-                2).
+            output_shape: the shape of one sample's target, or one for each target.
+            dtype: dtype of the input, or one for each input.
+            output_dtype: dtype of the target, or one for each. Default: that of the first input.
+            module: the module to train; or its class, or a callable without arguments that makes
+                it, which then allocates no memory. Without it, a sample costs the bytes of its
+                input and target.
+            optimizer: the optimizer that trains the module; or its class, or a callable that makes
+                one from a list of parameters; or its number of states per parameter (Adam: 2).
             variants_per_read: see the class.
 
         Raises:
             CostError: a shape or dtype is invalid; the module does not run on the meta device (its
                 code depends on data, or it has tensors that are not buffers), is recurrent, or
-                needs bytes that are not in proportion to the batch; or the optimizer's state cannot
-                be found out.
+                needs bytes that are not in proportion to the batch; or the size of the optimizer's
+                state is unknown.
 
         >>> cost = DenseCost.of((784,), (), module=lambda: nn.Linear(784, 10),
         ...                     output_dtype=torch.int64, optimizer=torch.optim.Adam)
@@ -152,7 +154,7 @@ class DenseCost(PaddedCost):
         )
 
     def samples_in_host(self, budget: MemoryBudget | Amount) -> int:
-        """How many samples fit main memory; a budget in bytes is the host's.
+        """Return the number of samples that fit main memory; plain bytes are the host's budget.
 
         Raises:
             BudgetError: the budget does not limit the host.
@@ -170,11 +172,11 @@ class DenseCost(PaddedCost):
         return int(budget.host // self.host_sample_bytes)
 
     def largest_batch(self, budget: MemoryBudget | Amount) -> int:
-        """The largest batch that fits the device: a positive multiple of `variants_per_read`.
+        """Return the largest batch size that fits the device, a multiple of `variants_per_read`.
 
         Raises:
             BudgetError: the budget does not limit the device.
-            OversizeError: not even one read fits; the message says what the model alone needs.
+            OversizeError: not even one read fits; the message states the bytes of the model alone.
         """
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
@@ -190,10 +192,10 @@ class DenseCost(PaddedCost):
         return reads * self.variants_per_read
 
     def batch_for(self, preferred: int, budget: MemoryBudget | Amount) -> int:
-        """The batch size to take where `preferred` samples are wanted.
+        """Return the batch size that is nearest to a preferred one and fits.
 
-        The nearest positive multiple of `variants_per_read` (the larger of two that are equally
-        near), at most `largest_batch` if the budget limits the device.
+        It is the nearest positive multiple of `variants_per_read` (the larger one of two that are
+        equally near), and at most `largest_batch` if the budget limits the device.
 
         Raises:
             OptionError: `preferred` is no int or below 1.

@@ -61,51 +61,53 @@ def measure_cost(
 ) -> MeasuredCost:
     """Measure the peak bytes of a training step as a function of its batch's shape.
 
-    *Tracing* runs the step on fake tensors whose ragged dimensions are symbols, which takes no
-    memory and no arithmetic. The peak is then an expression of n and the sizes, exact wherever the
-    branches that the trace took hold; concrete traces check it. Shapes that symbols cannot
-    describe, such as loops over a length, are traced one by one and interpolated. *Running* steps
-    for real on 5 to 7 synthetic batches of up to 0.95 of the budget and reads the machine's
-    counters: resident memory on the CPU; on CUDA what torch's allocator reserves, and what this
-    process uses outside it (`peak_memory`). "auto" traces, and runs to find an offset and a scale.
-    On the CPU a run also counts what else the process has in memory (interpreter, libraries,
-    data): measure in the process that will train, after everything is loaded.
+    *Tracing* runs the step on fake tensors whose ragged dimensions are symbols. It allocates no
+    memory and computes no values. The peak is then an expression of n and the sizes, exact for all
+    shapes that take the same branches as the trace; concrete traces check it. If symbols cannot
+    describe the step, as with a loop over a length, some shapes are traced one by one, and others
+    are interpolated. *Running* executes real steps on 5 to 7 batches of up to 0.95 of the budget,
+    and reads the machine's counters: resident memory on the CPU; on CUDA the bytes that torch's
+    allocator reserves, and those that this process uses outside it (`peak_memory`). "auto" does
+    both: the runs give an offset and a scale. On the CPU a run also counts everything else in the
+    process (interpreter, libraries, data): measure in the process that will train, after everything
+    is loaded.
 
-    For CUDA, tracing predicts bytes of the device, without one at hand; the notes say what is
-    assumed. Where a device is at hand, "auto" measures there.
+    For CUDA, `method="trace"` predicts the bytes of a device without having one; `notes` list the
+    assumptions. On a machine with CUDA, "auto" also runs there.
 
-    Model, optimizer, schedulers, gradient scalers, random generators and tensors are found in what
-    the step refers to, and are restored bit for bit. Meanwhile their values are in a file in the
+    Everything that the step refers to is restored bit for bit: model, optimizer, schedulers,
+    gradient scalers, random generators and tensors. Meanwhile their values are in a file in the
     temporary folder. Python counters that steps advance are restored after a trace, but not after
     runs.
 
-    On the CPU, running calls `trim_malloc`, which lasts: otherwise the peak depends on all the
-    shapes that came before.
+    On the CPU, running calls `trim_malloc`, whose effect lasts: without it, the peak would depend
+    on all earlier shapes.
 
-    Where ranks step together, under `DistributedDataParallel` or FSDP2, all of them call it: they
-    run the same shapes, the worst peak of any rank counts, and all get the same cost.
+    Under `DistributedDataParallel` or FSDP2 all ranks must call it. They run the same shapes, the
+    highest peak of any rank counts, and all ranks get the same cost.
 
     Args:
-        step: the full training step: forward, loss, backward, optimizer step, gradients cleared; or
-            forward only, for evaluation, as under `torch.no_grad()`, which the notes then say.
+        step: the complete training step: forward, loss, backward, optimizer step, gradients
+            cleared; or, for evaluation, a forward under `torch.no_grad()`.
         make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
             for one axis and a tuple of ints for several. Batches have up to 65,536 samples, and
             about 256 MiB.
-        max_size: the largest size on every axis; may be left out where `sizes` are given.
-        min_size: the smallest size on every axis, for models that refuse shorter samples; by
-            default that of `sizes`, else 1/64 of the largest one.
-        sizes: of the data set, shape `(N,)` or `(N, d)`: steps are measured at sizes that occur.
+        max_size: the largest size on every axis; not needed with `sizes`.
+        min_size: the smallest size on every axis, for models that refuse shorter samples. Default:
+            that of `sizes`, else 1/64 of the largest size.
+        sizes: sizes of the data set, shape `(N,)` or `(N, d)`. Steps are then measured at sizes
+            that occur.
         budget: the device's bytes, which no run may exceed; needed unless `method="trace"`.
-        method: "trace", "run" or "auto"; where a step cannot be traced, "auto" runs only.
-        device: the device that the parameters are expected on; checked. With `method="trace"` it
-            may be `"cuda"` while they are on the CPU: the cost is then predicted for CUDA.
-        size_multiple: sizes of probes are multiples of it, as padded sizes are: an int, or the
+        method: "trace", "run" or "auto". If a step cannot be traced, "auto" only runs it.
+        device: the device of the parameters; if given, it is checked. With `method="trace"` and
+            parameters on the CPU, `"cuda"` predicts the cost on CUDA.
+        size_multiple: measured sizes are multiples of it, as padded sizes are: an int, or the
             sampler or stream to read it from.
 
     Returns:
-        A cost. Without runs its margin is 0, and its grid, where it has one, is raised by the
-        largest error on other shapes. With runs the margin is twice their largest underestimate,
-        at least 1 % and 16 MiB of the budget, and 3 % without a trace.
+        The cost. Without runs its margin is 0; interpolated bytes are raised by the largest error
+        on other shapes. With runs the margin is twice the largest underestimate of a run, at least
+        1 %, at least 16 MiB at the budget, and at least 3 % without a trace.
 
     Raises:
         CostError: the step cannot be measured, is only a part of a training step, or does not fit
@@ -113,8 +115,8 @@ def measure_cost(
         OptionError: `size_multiple` is not an int of at least 1.
 
     Warns:
-        MeasureWarning: the step leaks memory, returns a loss that is not finite, never steps one
-            of its optimizers, or is forward only of a module in training mode.
+        MeasureWarning: the step leaks memory, returns a loss that is not finite, never steps one of
+            its optimizers, or is a forward of a module in training mode.
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
@@ -330,15 +332,14 @@ def _on_cuda(subject: Subject, cost: MeasuredCost, assumed: AssumedCuda) -> Meas
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
-    """Describe the model, dtype, device and torch that a cost of this step depends on.
+    """Describe the model, dtype, device and torch version that a cost of this step depends on.
 
-    Of the model also what parameters do not show and memory does: whether modules are marked to
-    compute their activations again in backward, as transformers and torch's `CheckpointWrapper`
-    mark them, and the attention that a model of transformers runs. Checkpoints that a model's own
-    `forward` makes are not seen.
+    The description of the model includes activation checkpointing, as transformers and torch's
+    `CheckpointWrapper` mark it, and the attention implementation of a model of transformers. It
+    does not include checkpointing in a model's own `forward`.
 
-    On CUDA also the kind of the allocator's segments, since those of fixed sizes reserve more than
-    expandable ones do.
+    On CUDA it includes the kind of the allocator's segments, since segments of fixed sizes reserve
+    more than expandable ones.
 
     >>> model = torch.nn.Linear(2, 3)
     >>> describe_step(lambda batch: model(batch))["model"]

@@ -69,29 +69,29 @@ class _Tables(dict[Any, Any]):
 class MeasuredCost:
     """Peak bytes of a training step, as `measure_cost` measured them.
 
-    `offset + scale · traced`, with the margin on top; `MAX_BYTES` where nothing is known, and for
-    longer samples than were measured. `traced_bytes` is exact where an expression holds;
-    `batch_bytes` is its running maximum over fewer and shorter samples, so that it is monotone.
+    The bytes of a shape are `offset + scale · traced`, with the margin on top. Shapes that are not
+    known, and samples longer than `largest`, cost `MAX_BYTES`. `batch_bytes` is the largest of
+    these bytes over all batches that are not larger, so it is monotone.
 
     Attributes:
         pieces: expressions of the traced bytes, and the shapes at which each holds.
-        grid: traced or measured bytes for other shapes, interpolated; `None`: there are none.
+        grid: bytes that are interpolated for other shapes; `None`: there are none.
         smallest: the smallest size on every axis; shorter samples cost as much.
-        largest: the largest size on every axis; beyond it nothing is predicted.
-        multiple: sizes between them are multiples of it.
-        median: of the sizes that were given, on each axis; `None`: none were.
+        largest: the largest size on every axis; longer samples cost `MAX_BYTES`.
+        multiple: measured sizes are multiples of it.
+        median: median of the data set's sizes on each axis; `None`: no sizes were given.
         empty: traced bytes of a batch without samples.
-        margin: share of every prediction that is added to it.
-        offset: bytes that runs showed beside the traced ones.
-        scale: bytes that runs showed for each traced one, at least 1.
-        seconds: coefficients of a step's time: 1, n and floating-point operations; `None` where no
-            step was timed.
+        margin: the share by which every prediction is raised.
+        offset: bytes that real steps needed besides the traced ones.
+        scale: bytes that real steps needed for each traced byte, at least 1.
+        seconds: coefficients of a step's time, for 1, n and the floating-point operations; `None`:
+            no step was timed.
         parts: traced bytes of parameters, gradients and optimizer state, by name.
-        room: the budget that it was measured for, in bytes; `None`: without one.
-        probes: what was measured.
-        measured_on: model, device, torch and more, by name.
-        notes: what the user should know of how it was measured.
-        caution: what a sampler warns of, once, where it plans with this cost; empty: nothing.
+        room: the budget of the measurement in bytes; `None`: there was none.
+        probes: the measured batches.
+        measured_on: model, device, torch version and more, by name.
+        notes: remarks on how the cost was measured.
+        caution: a warning that a sampler gives once if it plans with this cost; empty: none.
     """
 
     pieces: tuple[Piece, ...]
@@ -142,9 +142,9 @@ class MeasuredCost:
 
     @property
     def time(self) -> Surface:
-        """Nanoseconds of a step, as a cost model: `a + b·n + c·(floating-point operations)`.
+        """A cost model of a step's nanoseconds: `a + b·n + c·(floating-point operations)`.
 
-        Fitted to the seconds of the steps that were run.
+        Its coefficients are fitted to the seconds of the steps that were run.
 
         Raises:
             CostError: no step was timed, since none was run.
@@ -172,7 +172,7 @@ class MeasuredCost:
         return math.ceil(self.margin * _PARTS)
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing is known, or from 2⁶³ bytes on."""
+        """See `CostModel.batch_bytes`; `MAX_BYTES` for unknown shapes, and from 2⁶³ bytes on."""
         known = self._surface.batch_bytes(n, padded_size)
         too_many = known // _PARTS >= MAX_BYTES // (_PARTS + self._parts)
         known = np.where(too_many, 0, known)
@@ -199,9 +199,9 @@ class MeasuredCost:
         return found
 
     def traced_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """Traced bytes: exact where an expression holds, without offset, scale and margin.
+        """Return traced bytes, without offset, scale and margin.
 
-        Interpolated in the grid; `MAX_BYTES` where neither says anything.
+        They are exact, or interpolated in the grid; `MAX_BYTES` for shapes that are not known.
         """
         shapes, shape = self._shapes(n, padded_size)
         total = np.full(len(shapes), MAX_BYTES)
@@ -229,12 +229,12 @@ class MeasuredCost:
         return total
 
     def label(self, n: int, padded_size: int | Sequence[int]) -> str:
-        """How well the bytes of a shape are known.
+        """Return how well the bytes of a shape are known.
 
         Returns:
-            "exact" where every condition of an expression holds, "tested" where they fail in a
-            way that concrete traces showed not to matter, "interpolated" in the grid, "raised"
-            where only larger shapes are known.
+            "exact": the shape takes the same branches as a trace. "tested": it takes another
+            branch, but concrete traces had the same bytes. "interpolated": from the grid. "raised":
+            the bytes of a larger shape, since this one is not known.
         """
         shapes, _ = self._shapes(n, padded_size)
         inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
@@ -253,14 +253,14 @@ class MeasuredCost:
         return np.stack(columns, axis=1), shape
 
     def packed(self) -> PackedCost:
-        """This cost for batches without padding, where `make_batch` made such ones.
+        """Return this cost as a `PackedCost`, if `make_batch` made packed batches.
 
-        Their probes have n samples of one size; in a packed batch each sample costs by its own
-        size. The margin is included. Samples beyond `largest` are over every budget.
+        The measured batches had n samples of one size. In the packed cost each sample costs by its
+        own size. The margin is included. Samples longer than `largest` exceed every budget.
 
         Raises:
-            CostError: bytes are not a constant and a share of each sample, in its size and its
-                square.
+            CostError: the bytes are not a constant plus a sum over the samples, linear in the size
+                and its square.
         """
         if self.grid is not None:
             raise CostError(
@@ -278,22 +278,23 @@ class MeasuredCost:
         return _PackedMeasuredCost(**options, largest=self.largest)
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
-        """Compare what a step really needed with what was predicted.
+        """Compare the real peak of a step with its prediction.
 
-        The cost itself does not change, as plans are functions of it; `with_observed_margin`
-        returns one with the larger margin, and `MemoryBudgetBatchSampler.replan` goes on with it.
+        The cost itself does not change. `with_observed_margin` returns a cost with the larger
+        margin, and `MemoryBudgetBatchSampler.replan` plans with it.
 
         Args:
-            n: samples of the batch.
-            size: its padded size.
-            peak: what `peak_memory` measured around its step, or its bytes. CUDA's allocator keeps
-                what it has reserved, so there it is compared with the largest step so far, and
-                only where more was reserved than before. `None`: the step ran out of memory. An
-                allocation that succeeded at the second attempt is no failure: `report` counts them.
+            n: number of samples in the batch.
+            size: padded size of the batch.
+            peak: the result of `peak_memory` around the step, or bytes; `None`: the step ran out of
+                memory. CUDA's allocator keeps memory that it has reserved, so there the peak is
+                compared with the largest prediction so far, and only if the step reserved more
+                memory. An allocation that succeeded at the second attempt is no failure; `report`
+                counts those.
 
         Warns:
-            MeasureWarning: the first time that a step needed more than was predicted, or that an
-                allocation of CUDA's failed.
+            MeasureWarning: for the first step that needed more than predicted, or in which an
+                allocation on CUDA failed.
         """
         if self.axes == 1 and isinstance(size, Sequence):
             [size] = size
@@ -330,10 +331,10 @@ class MeasuredCost:
             )
 
     def with_observed_margin(self) -> MeasuredCost:
-        """This cost with a margin that covers every step that `observe` has seen.
+        """Return this cost with a margin that covers every step that `observe` has seen.
 
-        At least that which batches are planned with by now: after `replan`, of all ranks' steps;
-        after a sampler's state was loaded, of those before.
+        The margin is at least the one that batches are planned with now, which `replan` has found
+        on all ranks, or which came with a sampler's loaded state.
         """
         observed = self._observed
         margin = observed.margin + 1e-3 if observed.margin > self.margin else self.margin
@@ -354,10 +355,10 @@ class MeasuredCost:
         return replace(self, margin=margin)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, with what it was measured on; `load_cost` reads it.
+        """Write the cost as JSON, with a description of its step; `load_cost` reads it.
 
-        With the margin that covers what was observed: see `with_observed_margin`. The file is there
-        as a whole or as it was before, also where several processes write it.
+        The saved margin covers observed steps: see `with_observed_margin`. The file is replaced as
+        a whole, even if several processes write it.
         """
         cost = self.with_observed_margin()
         written = {"format": _FORMAT, **_plain(cost)}
@@ -365,7 +366,7 @@ class MeasuredCost:
         write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
 
     def errors(self) -> list[float]:
-        """Predicted / measured − 1 of each probe, without the margin; of a trace, traced bytes."""
+        """Predicted / measured − 1 of each probe, before the margin; traced bytes for a trace."""
         surface, found = self._surface, []
         for probe in self.probes:
             size = probe.size if self.axes > 1 else probe.size[0]
@@ -386,7 +387,7 @@ class MeasuredCost:
         return f"{self._rests_on()}; runs off by {worst:.1%} at most, margin {self.margin:.1%}"
 
     def report(self) -> str:
-        """Report the probes with their errors, and the samples that a budget holds."""
+        """Report the measured batches with their errors, and how many samples a budget holds."""
         titles = "samples", "size", "measured", "predicted", "error", "known as", "seconds", "probe"
         lines = [_ROW.format(*titles)]
         worst: dict[str, float] = {}
@@ -444,7 +445,7 @@ class MeasuredCost:
         return ", ".join([*found, *([f"{runs} runs"] if runs else [])])
 
     def plot(self) -> Figure:
-        """Measured against predicted bytes, and the errors, as a matplotlib figure.
+        """Draw measured against predicted bytes, and the errors, as a matplotlib figure.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -469,15 +470,14 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
     """Read a cost that `MeasuredCost.save` wrote.
 
     Args:
-        path: of the file.
-        measured_on: what it is to be used on, as `describe_step(step)` returns it.
+        path: path of the file.
+        measured_on: description of the step that you will train with, from `describe_step(step)`.
 
     Raises:
-        CostError: the file is not a saved cost, its format is another one, or it has an unknown
-            operation.
+        CostError: the file is not a saved cost, has another format, or has an unknown operation.
 
     Warns:
-        MeasureWarning: it was measured on something else; names what differs.
+        MeasureWarning: it was measured on something else; the warning names the differences.
     """
     try:
         read = _tuples(json.loads(Path(path).read_text("utf-8")))

@@ -178,15 +178,15 @@ class PaddedCost(_Quadratic):
         unit_bytes: per sample and unit of padded length.
         pair_bytes: per sample and pair of units: attention that materialises its scores, H·W.
         unit: the name of what the coefficients count, for errors and reports, such as `"tokens"`.
-        floor_bytes: the least that a step costs, however small its batch (an optimizer step that
-            hides the activations of small batches).
+        floor_bytes: the least bytes of a step, however small its batch: those of the optimizer's
+            step.
 
     Raises:
         CostError: a coefficient is negative, not finite or past 2⁵³; all of them are 0; or the
             shapes of `unit_bytes` and `pair_bytes` differ.
 
-    To budget in tokens, start with `PaddedCost(unit_bytes=1, unit="tokens")` and a budget that is
-    their number:
+    To state a budget in tokens, use `PaddedCost(unit_bytes=1, unit="tokens")` and the number of
+    tokens as the budget:
 
     >>> tokens = PaddedCost(unit_bytes=1, unit="tokens")
     >>> int(tokens.capacity(100, 4096)), int(tokens.batch_bytes(40, 100))
@@ -207,20 +207,18 @@ class PaddedCost(_Quadratic):
 class PackedCost(_Quadratic, AdditiveCost):
     """`fixed + Σᵢ (sample + unit·Lᵢ + pair·Lᵢ²)` bytes: batches without padding.
 
-    `item_bytes` is what one sample adds; `batch_bytes` and `capacity` are for n samples of one size
-    each.
+    `item_bytes` are the bytes that one sample adds; `batch_bytes` and `capacity` are for n samples
+    of the same size.
 
     Attributes:
-        fixed_bytes: as in `PaddedCost`, and so are `sample_bytes`, `unit_bytes`, `pair_bytes` and
-            `unit`.
-        total_multiple: the total of a row, Σ Lᵢ, is rounded up to a multiple of it once, and each
-            position of padding costs `unit_bytes`, which are then rounded up to whole bytes.
-            `PackCollate(total_multiple=…)` makes such rows. Only for one axis, without
-            `pair_bytes`: padding has no length of its own.
+        fixed_bytes: as in `PaddedCost`; `sample_bytes`, `unit_bytes`, `pair_bytes` and `unit`, too.
+        total_multiple: the sum of a batch's lengths is rounded up to a multiple of it, and each
+            position of padding costs `unit_bytes`, rounded up. `PackCollate(total_multiple=…)`
+            makes such batches. Only for one axis and without `pair_bytes`.
 
     Raises:
         CostError: a coefficient is invalid, as in `PaddedCost`; or `total_multiple` is not an int
-            of at least 1, or does not go together with the coefficients.
+            of at least 1, or cannot be combined with the coefficients.
 
     >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
     [6, 10]
@@ -305,17 +303,17 @@ class PackedCost(_Quadratic, AdditiveCost):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCost:
-    """Bytes of the cheapest measured batch that is at least as large.
+    """A table of measured batches: a batch costs as much as the cheapest one that is not smaller.
 
-    A batch of n samples of size L costs at most what a measured one of n' ≥ n samples of L' ≥ L (on
-    every axis) cost. What no measured batch covers, in samples or in size, costs `MAX_BYTES`, which
-    is over every budget. Monotone, and above the true cost wherever that is monotone; coarse where
-    measurements are few.
+    A batch of n samples of size L costs as much as the cheapest measured batch of n' ≥ n samples of
+    L' ≥ L (on every axis). A batch that is larger than all measured ones costs `MAX_BYTES`, more
+    than any budget. The cost is monotone, and never below the true cost if that is monotone; with
+    few measurements it is coarse.
 
     Attributes:
-        numbers: samples of each measured batch.
-        sizes: its padded size, a tuple of d ints.
-        peak_bytes: its bytes.
+        numbers: number of samples of each measured batch.
+        sizes: padded size of each measured batch, a tuple of d ints.
+        peak_bytes: peak bytes of each measured batch.
 
     Raises:
         CostError: the three differ in length, or are empty.

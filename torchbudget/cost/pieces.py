@@ -40,12 +40,12 @@ class Probe:
     """One measured batch.
 
     Attributes:
-        n: samples.
-        size: padded size, one int per axis.
-        peak_bytes: the peak of its step.
-        held_out: whether it was left out of the fit, to judge it.
+        n: number of samples.
+        size: padded size, one int for each axis.
+        peak_bytes: peak bytes of the step.
+        held_out: whether the batch was left out of the fit, to judge the fit.
         how: "trace" or "run".
-        seconds: duration of the step; `None` where it was traced.
+        seconds: duration of the step; `None` if it was traced.
     """
 
     n: int
@@ -61,14 +61,14 @@ class Piece:
     """The peak of a step as an expression of the shape, and the shapes at which it holds.
 
     Attributes:
-        nodes: of `Expressions`.
+        nodes: nodes of `Expressions`.
         sums: the sums of storages that are the peak somewhere, as `(expression, number)` pairs.
-        conditions: expressions that hold of a shape of this piece.
-        fixed: the value of each coordinate that has no symbol, `None` of others.
+        conditions: expressions that are true for every shape of this piece.
+        fixed: the value of each coordinate without a symbol; `None` for coordinates with one.
         harmless: sets of conditions, as rows of `failed`, that may fail together: concrete traces
             had the same bytes there.
-        granularity: bytes of a storage are a multiple of it.
-        flops: of a step, an expression.
+        granularity: the bytes of each storage are rounded up to a multiple of it.
+        flops: expression of a step's floating-point operations.
     """
 
     nodes: tuple[Node, ...]
@@ -147,24 +147,23 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Bytes at some shapes, in between interpolated.
+    """Bytes at some shapes; bytes between them are interpolated.
 
-    Each size has a column, bytes at some numbers of samples, with lines in between. Between two
-    sizes, bytes are linear in each size where n · L₁ ⋯ is the same, which most storages follow; or
-    where n is, as in a loop over parts of the batch.
+    Each size has a column: bytes at some numbers of samples, with lines between them. Between two
+    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages; or along the
+    same n, as for a loop over parts of the batch.
 
     Attributes:
-        sizes: ascending, for each axis.
-        numbers: of samples of each column, ascending, two or more; none where nothing was measured.
-            Columns are in the order of `itertools.product(*sizes)`.
-        values: bytes at each of them.
-        most: samples up to which bytes are known at the most.
-        by_area: whether bytes are linear in sizes where n · L₁ ⋯ is the same, else where n is.
-        reached: the most bytes that were measured; beyond them nothing is known.
-        raised_share: the largest error on other shapes, as a share.
-        raised_bytes: the largest error on other shapes, in bytes. All bytes are raised by the
-            smaller one of both.
-        ends: samples up to which the bytes of each column are known; empty: `most` of each.
+        sizes: ascending sizes of each axis.
+        numbers: ascending numbers of samples of each column, two or more; none if nothing was
+            measured. Columns are in the order of `itertools.product(*sizes)`.
+        values: bytes at each of these numbers.
+        most: the largest number of samples at which bytes are known.
+        by_area: bytes are linear in sizes along the same n · L₁ ⋯; otherwise along the same n.
+        reached: the most bytes that were measured; larger batches are not known.
+        raised_share: the largest relative error on other shapes. All bytes are raised by this share
+        raised_bytes: or by these bytes, the largest absolute error there, whichever is less.
+        ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
     sizes: tuple[tuple[int, ...], ...]

@@ -42,17 +42,17 @@ class CostModel(Protocol):
             budget_bytes: bytes, shape `(…)`, broadcast.
 
         Returns:
-            The largest n with `batch_bytes(n, padded_size) <= budget_bytes`; 0 where not even one
-            sample fits; 2⁶³ − 1 where any number does.
+            The largest n with `batch_bytes(n, padded_size) <= budget_bytes`; 0 if not even one
+            sample fits; 2⁶³ − 1 if any number does.
         """
 
 
 class AdditiveCost(ABC):
-    """A `CostModel` of batches without padding: a base, and a share of each sample.
+    """A `CostModel` of packed batches: the bytes of a base, and of each sample.
 
-    Derive from it to have batches packed: `base_bytes + item_bytes(sizes).sum()` must then fit the
-    budget, and for rows that are padded as a whole `padding_bytes` beside it. Any other cost is one
-    of padded batches.
+    Derive your cost model from it if batches are packed. Then `base_bytes +
+    item_bytes(sizes).sum()` must fit the budget, with `padding_bytes` on top if the total is
+    padded. Any other cost model is one of padded batches.
     """
 
     __slots__ = ()
@@ -60,11 +60,11 @@ class AdditiveCost(ABC):
     @property
     @abstractmethod
     def base_bytes(self) -> int:
-        """Bytes of a batch beside its samples."""
+        """Bytes of a batch without its samples."""
 
     @abstractmethod
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
-        """The share of each sample: shape `(…)` for sizes of shape `(…)` or `(…, d)`."""
+        """The bytes of each sample: shape `(…)` for sizes of shape `(…)` or `(…, d)`."""
 
     def padded_totals(self, totals: IntArray) -> IntArray:
         """The lengths of rows after padding, from the sums of their samples' sizes: any shape."""

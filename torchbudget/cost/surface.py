@@ -43,14 +43,14 @@ def levels_of(smallest: int, largest: int, multiple: int, axes: int) -> IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surface:
-    """Bytes of n samples of a size.
+    """A table of bytes of n samples of each size.
 
     Attributes:
         levels: the sizes of the table, for each axis.
         starts: the fewest samples of each row, shape `(rows,)`.
         ends: the most samples of each row.
         rows: coefficients in bytes, shape `(rows, 3, sizes)`.
-        most: up to this number of samples bytes are known, shape `(sizes,)`.
+        most: the largest number of samples with known bytes, shape `(sizes,)`.
         empty: bytes of a batch without samples.
     """
 

@@ -367,24 +367,24 @@ def _forget_outputs(known: dict[Any, Any]) -> None:
 
 
 def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
-    """The most bytes of tensors that live at once in a training step on `batch`.
+    """Trace the peak bytes of tensors in a training step on one batch.
 
-    The step is traced, not run: it takes neither the memory nor the time of a real one, and model,
-    optimizer and random generators do not change. The larger of two steps counts, the first, in
-    which optimizers make their state, and the next one. Blocks are rounded up as the device's
-    allocator does; kernels' workspaces, and what the allocator keeps beside living tensors, are not
-    counted.
+    The step is traced, not run: it takes neither the memory nor the time of a real step, and model,
+    optimizer and random generators do not change. Two steps are traced, since optimizers make their
+    state in the first one; the larger peak counts. Blocks are rounded up as by the device's
+    allocator. Workspaces of kernels, and free blocks that the allocator keeps, are not counted.
 
-    In the trace, `item()` of a floating-point tensor is 1.0, and of a boolean one `False`, as in
-    `if loss.isnan()` or `if mask.all()`. An integer may be computed with, as in
-    `loss / int(mask.sum())`, but if it becomes a shape, the step cannot be traced, nor can one that
-    indexes by a boolean mask. What is computed of Python's numbers alone, as in
-    `torch.div(x.shape[1], 2)`, has its true value.
+    In the trace, `item()` of a floating-point tensor is 1.0, and a boolean tensor is `False`, as in
+    `if loss.isnan()` or `if mask.all()`. An integer from a tensor can be used in arithmetic, as in
+    `loss / int(mask.sum())`. If it becomes a shape, or if the step indexes by a boolean mask, the
+    step cannot be traced. Results of Python's numbers alone, as in `torch.div(x.shape[1], 2)`, have
+    their true values.
 
     Args:
-        step: the full training step: forward, loss, backward, optimizer step, gradients cleared;
-            or forward only, for evaluation. Model and optimizer are found in what it refers to.
-        batch: what it is called with; its tensors may be real ones.
+        step: the complete training step: forward, loss, backward, optimizer step, gradients
+            cleared; or, for evaluation, a forward. Model and optimizer are found among the objects
+            that it refers to.
+        batch: the batch that the step is called with; its tensors may be real ones.
 
     Raises:
         CostError: no parameters are found, the step does not run on fake tensors, or it is only a
