@@ -161,8 +161,9 @@ class Grid:
         most: the largest number of samples at which bytes are known.
         by_area: bytes are linear in sizes along the same n · L₁ ⋯; otherwise along the same n.
         reached: the most bytes that were measured; larger batches are not known.
-        raised_share: the largest relative error on other shapes. All bytes are raised by this share
-        raised_bytes: or by these bytes, the largest absolute error there, whichever is less.
+        raised_share: the largest relative error on other shapes. Bytes are raised by it, or by
+            `raised_bytes` if that is less.
+        raised_bytes: the largest absolute error on other shapes.
         ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 

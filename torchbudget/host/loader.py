@@ -74,41 +74,42 @@ def loader(
     num_workers: int | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Make a `DataLoader` whose batches fit a budget, measured on the step that they are for.
+    """Make a `DataLoader` whose batches fit a budget, as measured on your training step.
 
-    Sizes are read, the cost of the step is measured on batches of real samples, and a
-    `MemoryBudgetBatchSampler` plans by it: `loader.batch_sampler`. A summary is written to standard
-    error. Afterwards model, optimizer and generators are as they were, bit for bit.
+    It reads the sizes of all samples, measures the cost of the step on batches of real samples, and
+    makes a `MemoryBudgetBatchSampler`: `loader.batch_sampler`. It writes a summary to standard
+    error. Afterwards model, optimizer and random generators are as they were, bit for bit.
 
-    Under `torch.distributed` every rank calls it. The largest cost of any rank counts, and the
+    Under `torch.distributed` every rank must call it. The largest cost of any rank counts, and the
     budget is that of one process.
 
     Args:
-        dataset: map-style, of N samples whose sizes follow from their indices alone; or a
-            `DataLoader`, whose data set, collate, workers and pinning are taken. Its batch size is
-            ignored.
-        step: the training step, a function of a batch; or a forward; or a cost model, which is used
-            as it is.
-        budget: bytes of the device, or a `MemoryBudget`. With its `host` bytes, workers and
-            prefetching are those of `loader_options`.
-        size: what is ragged, as the key of `sizes_of`: a field, several in a tuple, or a function.
-            Default: the field that is ragged, if one has all the lengths in which samples differ.
-        collate_fn: makes a batch of samples. Default: a `PadCollate`. A `PackCollate` has the cost
-            without padding.
-        tokenizer: of transformers; batches are padded as it pads, with an attention mask and labels
-            of -100. Nothing is guessed without it.
-        make_batch: as that of `measure_cost`. Default: real samples, collated.
-        cost_cache: a JSON file of the cost. It is used if it is of the same step, budget, sizes and
-            versions, and one real step at the largest shape stays within it; else it is written.
-        device: as that of `measure_cost`.
-        num_workers: of the `DataLoader`; with `host` bytes in the budget, at the most.
-        options: of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`.
+        dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a
+            `DataLoader`, whose data set, collate, workers and pinning are taken, and whose batch
+            size is ignored.
+        step: the training step, a function of a batch; or a forward; or a cost model, and nothing
+            is measured.
+        budget: bytes of the device, or a `MemoryBudget`. If it has `host` bytes, `loader_options`
+            chooses workers and prefetching.
+        size: the ragged field, several in a tuple, or a function of a sample, as for `sizes_of`.
+            Default: the ragged field, if a single field shows all lengths in which samples differ.
+        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`. With a
+            `PackCollate` the cost is that of packed batches.
+        tokenizer: a tokenizer of transformers. Texts are tokenized, and batches are padded as it
+            pads, with an attention mask and labels of -100.
+        make_batch: as in `measure_cost`. Default: it collates real samples.
+        cost_cache: a JSON file that keeps the cost. It is used if step, budget, sizes and versions
+            are the same and one real step at the largest shape stays within the cost; otherwise the
+            step is measured again and the file written.
+        device: as in `measure_cost`.
+        num_workers: number of workers; with `host` bytes in the budget, the most workers.
+        options: options of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`.
 
     Raises:
-        OptionError: an argument is none of its kind, or two do not go together.
+        OptionError: an argument is invalid, or two arguments cannot be combined.
         SizesError: several fields are ragged, or a sample has another size when it is read again.
         CostError: the step cannot be measured.
-        BudgetError: the ranks of this machine have more in their budgets than it has.
+        BudgetError: the budgets of this machine's ranks exceed its memory.
         RankError: another rank failed.
 
     >>> dataset = [{"ids": torch.arange(n)} for n in (5, 9, 2, 7)]
@@ -190,58 +191,60 @@ def predict(
     folder: str | Path | None = None,
     **options: Any,
 ) -> Any:
-    """The model's output for every sample, in the data set's order, on any number of ranks.
+    """Return a model's output for every sample, in the data set's order, on any number of ranks.
 
     `predict(model, dataset, budget)` measures the forward and plans batches that fit, as `loader`
-    does. `predict(model, loader)` takes the batches of a loader as they are.
+    does. `predict(model, loader)` uses the batches of a loader.
 
-    The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
-    `torch.inference_mode()` could not be used to train on.) Afterwards every module is in the mode
-    that it was in, and the sampler where it was, also within a loop over it.
+    The forward runs in evaluation mode and under `torch.no_grad()`. (Outputs of
+    `torch.inference_mode()` could not be used in training.) Afterwards every module is in the mode
+    that it was in. A loop over the same sampler is not disturbed.
 
-    With several ranks every rank must call it. If one fails, all of them raise when the others are
-    done with their batches.
+    On several ranks every rank must call it. If one rank fails, all of them raise an error once the
+    others are done with their batches.
 
     Args:
-        model: called with each batch. A module, or a function such as
-            `lambda batch: model(batch["ids"])`; the modules that it refers to are found as
-            `measure_cost` finds them.
-        data: a data set of N samples, or a `DataLoader` of one, as `loader` takes them: with a
-            budget. Without one, a `DataLoader` over a map-style data set whose `batch_sampler` is
-            a `MemoryBudgetBatchSampler` that yields every sample once. `shuffle=False` has the
+        model: a module or function that is called with each batch, such as `lambda batch:
+            model(batch["ids"])`. The modules that a function refers to are put into evaluation
+            mode.
+        data: with a budget, a data set of N samples, or a `DataLoader` of one, as in `loader`.
+            Without a budget, a `DataLoader` over a map-style data set, whose `batch_sampler` is a
+            `MemoryBudgetBatchSampler` that yields every sample once; `shuffle=False` gives the
             least padding. The collate must keep the order of its samples.
-        budget: as that of `loader`. Bytes of the outputs, which stay in memory, are taken off the
-            host's part; on the CPU off the device's part.
+        budget: as in `loader`. The bytes of the outputs, which stay in memory, are subtracted from
+            the host's amount; on the CPU from the device's.
         split_outputs: `split_outputs(outputs, batch)` returns a sequence of one output for each
             sample of the batch. Default: row i of every tensor in the outputs, which may be a
             tensor or a tuple, list, dict or `ModelOutput` of tensors, all of shape `(n, …)`. Rows
-            of shape `(L, …)` then keep the padding of their batch.
-        gather: "all": every rank returns the outputs; "first": the others return an empty list.
-        device: that batches are moved to; `None`: they are not moved.
-        group: of processes, those that the sampler deals to. Default: all. Not used where the
-            sampler has `num_replicas=1`.
-        progress: show a bar of samples, where tqdm is installed and there is a terminal.
-        folder: that all ranks see, and that keeps outputs, about every hundredth of the pass.
-            After a kill the same call goes on with the samples that are left, on any number of
-            ranks. It is refused where the function's name, the model's parameters or buffers, the
-            number of samples, or the contents of 64 of them differ.
-        options: those of `loader`, such as `size`, `collate_fn`, `tokenizer` and `max_batch_size`.
+            of shape `(L, …)` then include the padding of their batch.
+        gather: "all": every rank returns the outputs; "first": rank 0 does, and other ranks return
+            an empty list.
+        device: device to which batches are moved; `None`: they are not moved.
+        group: process group of the sampler's ranks. Default: all ranks. Not used if the sampler has
+            `num_replicas=1`.
+        progress: show a bar, if tqdm is installed and there is a terminal.
+        folder: a folder, visible to all ranks, into which outputs are saved after each hundredth of
+            the pass. If the process is killed, the same call continues with the remaining samples,
+            on any number of ranks. It raises an error if the function's name, the model's
+            parameters or buffers, the number of samples, or the contents of 64 of them differ.
+        options: options of `loader`, such as `size`, `collate_fn`, `tokenizer` and
+            `max_batch_size`.
 
     Returns:
-        One tensor of shape `(N, …)`, where the model returns a tensor whose rows are alike in all
-        batches. Else a list of an output for each sample, whose tensors, in any structure that
-        `torch.utils._pytree` knows (a dataclass must be registered there), are each in memory of
-        their own. On the CPU.
+        One tensor of shape `(N, …)` on the CPU, if the model returns a tensor whose rows have the
+        same shape in all batches. Otherwise a list with the output of each sample: tensors on the
+        CPU, each in memory of its own, in any structure that `torch.utils._pytree` knows (a
+        dataclass must be registered there).
 
     Raises:
-        OptionError: the loader is of another kind, or its epoch leaves out or repeats samples
+        OptionError: the loader is of another kind; its epoch leaves out or repeats samples
             (`oversize="skip"`, `drop_last`, `weights`, `batches_per_epoch`); its ranks are not
             those of the group; or outputs cannot be split.
         BudgetError: the outputs alone exceed the budget.
-        StateMismatchError: the folder is of another pass.
+        StateMismatchError: the folder belongs to another call: see `folder`.
         SampleError: the loader ended before the epoch did.
         CostError: the forward cannot be measured.
-        SizesError: as those of `loader`.
+        SizesError: as in `loader`.
         RankError: another rank failed.
 
     >>> import torchbudget as tb

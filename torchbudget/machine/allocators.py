@@ -26,23 +26,24 @@ _CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTO
 def configure_allocators() -> None:
     """Make this process keep little memory beyond its tensors; call it first in a training script.
 
-    Batches of ragged samples ask for ever new shapes, and what is kept for the old ones adds up. A
-    measured cost and a budget of resident or reserved bytes hold best where this is bounded:
+    Batches of ragged samples have new shapes all the time, and memory that allocators keep for
+    earlier shapes adds up. This function limits it, so that measured costs and budgets hold better:
 
-    - malloc: `trim_malloc()`, at once;
-    - oneDNN, which runs convolutions and more on the CPU: 32 compiled kernels are cached instead of
-      1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY` and, between it and torch, `LRU_CACHE_CAPACITY`.
-      They are read when the process first uses oneDNN; from then on they cannot be changed;
-    - CUDA: segments that grow instead of being replaced, by `PYTORCH_CUDA_ALLOC_CONF`, which is
-      read when the process first uses CUDA. Before that, the bytes that other processes use on
-      each GPU are noted, if NVML can be read.
+    - malloc: it calls `trim_malloc()`;
+    - oneDNN, which runs convolutions and more on the CPU: it sets `ONEDNN_PRIMITIVE_CACHE_CAPACITY`
+      and `LRU_CACHE_CAPACITY`, so that 32 compiled kernels are cached instead of 1,024. oneDNN
+      reads these variables at its first use only;
+    - CUDA: it sets `PYTORCH_CUDA_ALLOC_CONF` to expandable segments, which grow instead of being
+      replaced. torch reads this variable at the first use of CUDA only. The function also notes the
+      bytes that other processes use on each GPU, if NVML can be read.
 
-    Variables that the environment has already stay as they are; CUDA's is set unless the
-    environment has one of its three names. Processes that are started later inherit the variables,
-    but must call `trim_malloc()` themselves unless they are forked.
+    It does not change variables that are set already, under any of their names. Processes that are
+    started later inherit the variables, but must call `trim_malloc()` themselves unless they are
+    forked.
 
     Warns:
-        MeasureWarning: CUDA is in use already, with segments of fixed sizes, which stay.
+        MeasureWarning: CUDA is in use already, with segments of fixed sizes, which cannot be
+            changed.
     """
     trim_malloc()
     for name in _KERNEL_CACHES:
@@ -90,22 +91,22 @@ def return_free_pages() -> None:
 
 
 def trim_malloc(threshold_bytes: int = 2**17) -> bool:
-    """Make glibc return freed memory: what is free now, and each large block when it is freed.
+    """Make glibc return free memory now, and each large block when it is freed.
 
-    By default glibc raises the threshold from which blocks are mapped, and so returned, up to
-    32 MiB as blocks are freed, and keeps what is smaller. Under ragged shapes free blocks do not
-    fit the next ones: a process was seen to take 2.3 times the bytes of its tensors. Mapped blocks
-    cost page faults instead. The setting lasts as long as the process;
-    `MALLOC_MMAP_THRESHOLD_` in the environment does the same from its start.
+    glibc maps large blocks, and returns them when they are freed. By default the size from which it
+    does so rises up to 32 MiB, and smaller blocks are kept. With ragged shapes, free blocks do not
+    fit the next tensors: one process took 2.3 times the bytes of its tensors. The price of mapped
+    blocks is page faults. The setting lasts as long as the process; `MALLOC_MMAP_THRESHOLD_` in the
+    environment does the same from its start.
 
-    Large blocks that were freed before in the thread that calls are taken out of use: they have
-    addresses, but no memory. Others would be put there, and not be returned.
+    Large blocks that the calling thread has freed before are taken out of use: they keep their
+    addresses, but have no memory. Otherwise new blocks would be placed there and never be returned.
 
     Args:
         threshold_bytes: blocks of at least this size are returned when they are freed.
 
     Returns:
-        Whether it was done, which takes glibc.
+        True if the process uses glibc, and false if nothing was done.
     """
     done = map_large_blocks(threshold_bytes)
     return_free_pages()

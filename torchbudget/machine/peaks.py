@@ -18,17 +18,17 @@ class Peak:
     """The result of `peak_memory`, filled in when its context ends.
 
     Attributes:
-        bytes: the most memory that this process used on the device. On the CPU: resident. On CUDA:
-            reserved by torch's allocator, and in use outside it (context, libraries, buffers of
-            collectives); not what other processes use.
-        reserved_bytes: on CUDA, the part of it that torch's allocator reserved.
-        reserved_before_bytes: on CUDA, what it had reserved when the context began.
+        bytes: the most memory that this process used on the device. On the CPU: resident memory. On
+            CUDA: bytes reserved by torch's allocator, and bytes in use outside it (context,
+            libraries, buffers of collectives), without those of other processes.
+        reserved_bytes: on CUDA, the part that torch's allocator reserved.
+        reserved_before_bytes: on CUDA, the bytes that it had reserved when the context began.
         outside_bytes: on CUDA, the part outside the allocator when the context ended.
-        allocated_bytes: on CUDA, the most that living tensors took.
-        retries: on CUDA, how many allocations succeeded only after the allocator had returned its
-            free blocks to the device: torch's `num_alloc_retries`.
-        failures: on CUDA, how many allocations failed: torch's `num_ooms`. Some libraries go on
-            without the memory that they asked for.
+        allocated_bytes: on CUDA, the most bytes of living tensors.
+        retries: on CUDA, the number of allocations that succeeded only after the allocator had
+            returned its free blocks to the device: torch's `num_alloc_retries`.
+        failures: on CUDA, the number of allocations that failed: torch's `num_ooms`. Some libraries
+            continue without the memory that they asked for.
     """
 
     bytes: int = 0
@@ -46,18 +46,18 @@ def peak_memory(device: torch.device | str, *, synchronize: bool = True) -> Iter
 
     Contexts may be nested, and a `MemoryMonitor` may run around them: each has its own peak.
 
-    On the CPU that is the high-water mark of resident memory, which is reset first. On CUDA see
+    On the CPU this is the high-water mark of resident memory, which is reset first. On CUDA see
     `torchbudget.machine.device`; memory outside torch's allocator is read when the context ends.
 
     Args:
         device: a CPU or a CUDA device.
-        synchronize: wait for the device at the beginning and the end. What the allocator reserves
-            is known without; what a library allocates later counts in a later block then.
+        synchronize: wait for the device at the beginning and the end. The allocator's bytes are
+            known without waiting, but bytes that a library allocates after the end are then missed.
 
     Raises:
         OptionError: the device is neither a CPU nor a CUDA device.
-        MachineError: there is no such device, or it does not answer; torch's allocator counts
-            nothing; or, on the CPU, the kernel does not let the mark be reset.
+        MachineError: there is no such device, or it does not respond; torch's allocator has no
+            counters; or, on the CPU, the high-water mark cannot be reset.
     """
     peak = Peak()
     if not is_cpu(device):

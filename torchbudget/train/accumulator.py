@@ -46,46 +46,48 @@ _ONE_SAMPLE: Final = "out of memory with one sample; shorten it, or give it more
 
 
 class GradAccumulator(AccumulatesGradients):
-    """Works beside the optimizer: micro-batches make the step of the one large batch.
+    """Accumulates micro-batches into optimizer steps that equal those of one large batch.
 
-    At each step the gradient is Σ loss / Σ weight over all its micro-batches and all ranks,
-    whatever the cut: losses are summed, and divided once by the sum of their weights. Gradients are
-    summed over ranks once a step, after the last backward; so ranks may have unequal numbers of
-    micro-batches, or none.
+    The gradient of a step is that of Σ loss / Σ weight over its micro-batches and all ranks,
+    however the batch is cut: losses are summed, and divided once by the sum of their weights.
+    Gradients are summed over ranks once for each step, after the last backward, so ranks may have
+    unequal numbers of micro-batches, or none.
 
-    A step accumulates, sums over ranks, unscales, divides, clips, steps, updates the scale, sets
-    gradients to `None`, and steps the schedulers unless the scaler skipped the step.
+    At the end of a step it sums gradients over ranks, unscales them, divides, clips, steps the
+    optimizers, updates the scale, sets gradients to `None`, and steps the schedulers unless the
+    step was skipped.
 
     Args:
-        optimizer: one, or several that step together.
-        module: what is trained, one or several; as it is called, so `DistributedDataParallel` or
-            FSDP2's `fully_shard` included. Needed for those two, for `run_or_split`, and to notice
-            batch normalisation.
-        steps: when a step is complete: a `MemoryBudgetBatchSampler`, which plans the steps (or
-            another `torchbudget.protocols.StepSource`), or the number of micro-batches on
-            each rank.
-        samples: or, at least this many samples, over all ranks.
-        weight: or, at least this weight, over all ranks. With none of the three, `step` ends it.
-        mean: losses are means, to be multiplied by their weights.
-        max_norm: that the gradients of all parameters are clipped to; infinity only measures it.
-        scaler: of gradients, for half precision.
-        skip_nonfinite: skip a step whose gradient is not finite, on all ranks. It reads one number
-            from the device at each step.
-        scheduler: of learning rates, one or several.
-        divisor: a constant that losses are divided by before backward, and gradients multiplied by
-            after; near the weight of a step it keeps half-precision sums from overflowing. A power
-            of 2 changes no bit, and a loss of half precision takes no other one.
-        group: of processes, the one that the modules are distributed over. Default: all, where
-            `torch.distributed` is initialized. With tensor parallelism, those that have the same
-            part of the parameters.
+        optimizer: one optimizer, or several that step together.
+        module: the module that is trained, or several, as you call them: under
+            `DistributedDataParallel` or `fully_shard`, if you use these. Needed for these two, for
+            `run_or_split`, and for warnings of batch normalisation.
+        steps: a `MemoryBudgetBatchSampler` (or another `torchbudget.protocols.StepSource`), which
+            plans the ends of steps; or the number of micro-batches in a step on each rank.
+        samples: end a step after at least this many samples, over all ranks.
+        weight: end a step after at least this weight, over all ranks. Without `steps`, `samples`
+            and `weight`, call `step` yourself.
+        mean: losses are means; the accumulator multiplies them by their weights.
+        max_norm: norm to which the gradients of all parameters together are clipped; infinity only
+            measures their norm.
+        scaler: a `torch.amp.GradScaler`, for half precision.
+        skip_nonfinite: skip a step whose gradient is not finite, on all ranks. This reads one
+            number from the device at each step.
+        scheduler: learning rate scheduler, or several.
+        divisor: a constant by which losses are divided before the backward, and gradients
+            multiplied after it. Near the weight of a step it keeps half-precision sums from
+            overflowing. A power of 2 changes no bit; a loss in half precision needs one.
+        group: the process group of the ranks that share steps, the modules' own. Default: all
+            ranks, if `torch.distributed` is initialized. With tensor parallelism, the ranks that
+            have the same part of the parameters.
 
     Attributes:
         last: the latest `Step`, `None` before the first.
         stepped: whether the latest call took a step.
-        optimizers: that step together.
-        out_of_memory: how often memory ran out in `run_or_split`.
+        optimizers: the optimizers that step together.
+        out_of_memory: number of times that memory ran out in `run_or_split`.
         needs_samples: whether each micro-batch must state its samples, since steps end by them.
-        ranks: that share the steps.
+        ranks: the ranks that share the steps.
         sharded: whether FSDP shards a module.
 
     Raises:
@@ -184,17 +186,18 @@ class GradAccumulator(AccumulatesGradients):
     def micro_batch(
         self, weight: float | Tensor, *, samples: int | None = None, last: bool = False
     ) -> Iterator[None]:
-        """Accumulate the forward and the backward inside; take the step where it is complete.
+        """Accumulate the forward and the backward inside; take the step if it is complete.
 
-        If the code inside raises, the micro-batch does not count; after its backward, nor do those
-        of the step before it, whose gradients cannot be told apart (`run_or_split` keeps them).
+        If the code inside raises an error, the micro-batch does not count. If that happens after
+        its backward, the earlier micro-batches of the step do not count either, since their
+        gradients are mixed with its own (`run_or_split` keeps them).
 
         Args:
-            weight: what the loss would be divided by if this were the whole batch: the number of
-                samples, or of tokens that have a label. A tensor on a device is read at the step;
-                with `mean=True` or `weight=` at once, which waits for the device.
-            samples: in it; needed where steps end by `samples`.
-            last: end the step with it, whatever is planned.
+            weight: the number by which you would divide the loss if this were the whole batch: the
+                number of samples, or of tokens with a label. A tensor on a device is read at the
+                step, or at once with `mean=True` or `weight=`, which waits for the device.
+            samples: number of samples; needed if steps end by `samples`.
+            last: end the step with this micro-batch.
 
         Raises:
             OptionError: the weight is not a number of at least 0; or micro-batches are nested.
@@ -249,7 +252,7 @@ class GradAccumulator(AccumulatesGradients):
             self._take_step()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Backward of a micro-batch's loss; several times where it has several losses.
+        """Run the backward of a micro-batch's loss; call it for each loss if there are several.
 
         Args:
             loss: a scalar: the sum over the micro-batch, or its mean with `mean=True`.
@@ -257,7 +260,7 @@ class GradAccumulator(AccumulatesGradients):
 
         Raises:
             OptionError: it is called outside of `micro_batch`, the loss is not a scalar tensor, or
-                it is of half precision, which cannot carry its factor exactly.
+                it is in half precision and its factor is not a power of 2.
         """
         opened = self._open
         if opened is None:
@@ -291,26 +294,28 @@ class GradAccumulator(AccumulatesGradients):
     ) -> None:
         """Run a micro-batch; if memory runs out, undo it and run its halves instead.
 
-        Gradients, the modules' buffers, the global random generators (of `random`, NumPy, and torch
-        on every device; no `Generator` objects of your own) and what was counted are restored
-        before the halves are run, each in a `micro_batch` of its own; to the plan, and to other
-        ranks, they are one. If memory suffices, the arithmetic is that of a plain call, bit for
-        bit, where a micro-batch has one backward. While it runs, a second set of gradients is
-        allocated, and a third while parts are run; if a part fails for good, the whole batch is
-        undone. Each run gets the batch in containers of its own.
+        Before the halves run, it restores gradients, buffers, counts and the global random
+        generators (of `random`, NumPy, and torch on every device; not your own `Generator`
+        objects). Each half runs in a `micro_batch` of its own; for the plan, and for other ranks,
+        they count as one. If memory suffices and the micro-batch has one backward, the result is
+        that of a plain call, bit for bit. A second set of gradients is allocated while the
+        micro-batch runs, and a third while halves run. If a single sample does not fit, the whole
+        batch is undone.
 
         Args:
-            function: runs `micro_batch` and `backward` on a batch, whose tensors it must not change
-                in place.
-            batch: of a torchbudget collate, or tensors (nested too) whose first axis is the sample.
-            cost: learns what did not fit, for `MemoryBudgetBatchSampler.replan`.
+            function: runs `micro_batch` and `backward` on a batch. It must not change tensors of
+                the batch in place.
+            batch: a batch of a torchbudget collate, or tensors (nested too) whose first axis is the
+                sample.
+            cost: a measured cost, which learns the shape that did not fit, for
+                `MemoryBudgetBatchSampler.replan`.
 
         Raises:
             SampleTooLargeError: one sample does not fit; on every rank, at this step.
             StepError: the function opens no micro-batch, or two.
-            OptionError: there are no modules whose buffers could be restored; the ranks meet in
-                their forward or backward, which cannot be repeated on one rank; or the function
-                changes a tensor of its batch, in the first call too.
+            OptionError: the accumulator has no modules, so their buffers could not be restored; the
+                modules run collectives in their forward or backward, which one rank cannot repeat;
+                or the function changes a tensor of its batch.
         """
         if not self.modules or self._distributed.communicates:
             raise OptionError(
@@ -346,23 +351,23 @@ class GradAccumulator(AccumulatesGradients):
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Take the step now, with what is pending on this rank, which may be nothing.
+        """Take the step now, with the pending micro-batches of this rank; there may be none.
 
-        With several ranks it is a collective, and each of them must take it.
+        On several ranks it is a collective: all ranks must call it.
         """
         self._check_synchronized()
         self.stepped = False
         self._take_step()
 
     def flush(self, when_stepped: Callable[[Step], object] | None = None) -> None:
-        """Take what is left of an incomplete step; at the end of the data, on every rank.
+        """Take the incomplete step; call it at the end of the data, on every rank.
 
-        With several ranks, those that are at their end join the steps of the others, without data,
-        until all are.
+        On several ranks, a rank at the end of its data joins the steps of the other ranks, without
+        data, until all are at their end.
 
         Args:
-            when_stepped: called with each step that is taken here; if what it returns is true, no
-                further one is joined.
+            when_stepped: called with each step that is taken here. If it returns true, the rank
+                joins no further step.
         """
         self._check_synchronized()
         stepped, over = False, False
@@ -481,7 +486,7 @@ class GradAccumulator(AccumulatesGradients):
     # ------------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps that were taken, as plain types.
+        """Return the number of steps taken, as plain types.
 
         Raises:
             StepError: in the middle of a step, whose gradients are not saved.
@@ -494,10 +499,10 @@ class GradAccumulator(AccumulatesGradients):
         return {"version": _VERSION, "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; model, optimizer and sampler must be loaded with it.
+        """Continue from a state; load model, optimizer and sampler with it.
 
         Raises:
-            StateError: it is not the state of an accumulator.
+            StateError: `state_dict` is not the state of an accumulator.
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("version") != _VERSION:
             raise StateError("expected what GradAccumulator.state_dict() returned")
@@ -506,10 +511,10 @@ class GradAccumulator(AccumulatesGradients):
         self._steps = state_dict["steps"]
 
     def training_state(self) -> dict[str, Any]:
-        """The states of this, of the optimizers, the schedulers and the scaler."""
+        """Return the states of the accumulator, the optimizers, the schedulers and the scaler."""
         return {"accumulator": self.state_dict(), **self.optimizers.state_dict()}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Load what `training_state` returned."""
+        """Load a state that `training_state` returned."""
         self.optimizers.load_state_dict(state)
         self.load_state_dict(state["accumulator"])

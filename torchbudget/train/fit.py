@@ -44,12 +44,12 @@ class Epoch:
     """Figures of one epoch, over all ranks.
 
     Attributes:
-        number: of the epoch, from 0.
-        loss: Σ loss / Σ weight of its steps that were not skipped.
-        validation: the same of the validation data after it; `None` without.
-        steps: optimizer steps.
-        skipped: those of them that changed nothing.
-        seconds: that it took, evaluation included.
+        number: number of the epoch, from 0.
+        loss: Σ loss / Σ weight over its steps that were not skipped.
+        validation: the same over the validation data after it; `None` without validation.
+        steps: number of optimizer steps.
+        skipped: number of skipped steps, which changed nothing.
+        seconds: duration, evaluation included.
     """
 
     number: int
@@ -119,64 +119,64 @@ def fit(
     monitor: BatchMonitor | None = None,
     progress: bool = True,
 ) -> list[Epoch]:
-    """Train for a number of epochs; with a folder that has an unfinished run, go on with that one.
+    """Train for a number of epochs; continue the unfinished run of a folder, if there is one.
 
-    The first rank writes into the folder: `last.pt`, the state of everything; `best.pt`, the
-    model's of the best validation loss; and `statistics.jsonl`, a line for every step and every
-    epoch. Each file is there as a whole or not at all. A run that was stopped, killed or lost its
-    power takes the same steps as one that was not, on as many ranks, and bit for bit where the
-    kernels are deterministic. Only the random numbers of the loader's workers are not repeated:
-    workers that are started again are seeded as before, and begin again with their first numbers.
+    The first rank writes three files into the folder: `last.pt`, the state of everything;
+    `best.pt`, the state of the model with the best validation loss; and `statistics.jsonl`, one
+    line for every step and every epoch. Each file is complete or missing. A run that was stopped,
+    was killed or lost its power takes the same steps as an uninterrupted one on the same number of
+    ranks, bit for bit if the kernels are deterministic. The only difference is in random numbers of
+    the loader's workers, which start over with their first numbers.
 
-    Optimizers with `train` and `eval`, as schedule-free ones have, set the model to the weights
-    that they return, for validation, for `best.pt` and at the end, and back for training.
+    If an optimizer has `train` and `eval`, as schedule-free optimizers do, `fit` calls `eval`
+    before validation, before `best.pt` is written and at the end, and `train` before training.
 
     Args:
-        model: as it is called; put into training mode.
-        loader: one whose batch sampler or data set is a `MemoryBudgetBatchSampler`, a
+        model: the model, with its wrappers; `fit` puts it into training mode.
+        loader: a `DataLoader` or `StatefulDataLoader` over a `MemoryBudgetBatchSampler`, a
             `BudgetedIterableDataset` or another `torchbudget.protocols.ResumableSource`, which
-            keeps the position, of a `StatefulDataLoader` too; others only without
-            `checkpoint_steps`.
-        criterion: `criterion(model, batch)` calls the model and returns the loss; a mean where the
-            accumulator has `mean=True`.
-        accumulator: that steps; its optimizers, schedulers and scaler are saved.
-        epochs: in all, those of earlier calls in the same folder included.
-        weight: of a batch in the loss of a step. Default: its samples.
-        validation: a loader to evaluate on after each epoch, or a list of batches.
-        patience: stop after so many epochs in a row without a better validation loss.
-        folder: for files; made where it does not exist; the same for all ranks.
-        checkpoint_steps: save after every so many steps, too; needs a folder.
-        callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
-            on every rank, after one that returns true on any; that is saved too. To break off and
-            go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
-            whose object has, of a method), on every rank, is saved: the first rank's state, which
-            must be that of all.
-        device: that batches are moved to; `None`: they are not moved.
-        device_limit: a budget that torch's allocator is limited to, on the model's device, by
-            `limit_device_memory`: before the first batch, and again in each epoch after its first
-            step and its evaluation. `None`: it is not.
-        monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
-            training, and with `replan=`, of batches that know their `padded_size`, corrects the
-            sampler.
-        progress: show a bar, where tqdm is installed and there is a terminal.
+            knows its position; any other loader only without `checkpoint_steps`.
+        criterion: `criterion(model, batch)` calls the model and returns the loss: a sum, or a mean
+            if the accumulator has `mean=True`.
+        accumulator: takes the steps; its optimizers, schedulers and scaler are saved.
+        epochs: total number of epochs, those of earlier calls with the same folder included.
+        weight: a function that returns the weight of a batch in the loss of a step. Default: its
+            number of samples.
+        validation: a loader, or a list of batches, to evaluate on after each epoch.
+        patience: stop after this many epochs in a row without a better validation loss.
+        folder: folder of the files, the same for all ranks; created if it does not exist.
+        checkpoint_steps: also save after this many steps, again and again; needs a folder.
+        callbacks: called with every `Step` and `Epoch`, before its checkpoint. If one returns true
+            on any rank, the training ends on every rank, for later calls too. To stop and continue
+            later, raise an exception instead. If a callback, or the object of a bound method, has
+            `state_dict` and `load_state_dict`, the first rank's state is saved; it must be equal on
+            all ranks.
+        device: device to which batches are moved; `None`: they are not moved.
+        device_limit: a budget to which `limit_device_memory` limits torch's allocator on the
+            model's device: before the first batch, and in each epoch after its first step and its
+            evaluation. `None`: no limit.
+        monitor: a running `MemoryMonitor`, on every rank. It measures every training batch. With
+            `replan=` it corrects the sampler; batches must then know their `padded_size`.
+        progress: show a bar, if tqdm is installed and there is a terminal.
 
     Returns:
-        The epochs, those of earlier calls in the same folder included.
+        The epochs, those of earlier calls with the same folder included.
 
     Raises:
-        OptionError: patience without validation, or checkpoints without a folder; numbers out of
-            range; a monitor on some ranks only; checkpoints of a loader whose position cannot be
-            saved; a folder, and a model that is sharded, or lacks parameters that are trained; a
-            sampler has not as many sizes as the data set has samples, or batches of its loader come
-            out of order; or an epoch, or its validation, has no batch.
+        OptionError: `patience` without `validation`, or `checkpoint_steps` without a folder; a
+            number is out of range; only some ranks have a monitor; `checkpoint_steps` with a loader
+            whose position is unknown; a folder with a sharded model, or with trained parameters
+            that the model does not have; a sampler has more or fewer sizes than the data set has
+            samples, or its loader yields batches out of order; or an epoch, or its validation, has
+            no batch.
         BudgetError: `device_limit` cannot be read, or leaves torch's allocator nothing.
-        StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
-            cannot be loaded again, because of what callbacks or optimizers have in their state.
-        StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
-            those that saved it, which were at different places of the epoch.
+        StateError: `last.pt` is damaged or not a checkpoint of such a run; or the first checkpoint
+            cannot be loaded again, because of objects in the state of a callback or an optimizer.
+        StateMismatchError: the ranks do not see the same `last.pt`; or another number of ranks
+            saved it, and these were at different positions in the epoch.
         SampleError: a loader of a sampler or stream ended before the epoch did.
         RankError: a callback or a checkpoint failed on another rank.
-        OSError: a file cannot be written; the checkpoint before it is whole.
+        OSError: a file cannot be written; the previous checkpoint is complete.
     """
     epochs = natural("epochs", epochs)
     if optional("patience", patience) is not None and validation is None:

@@ -37,34 +37,34 @@ def joint_backward(
     *,
     modules: nn.Module | Sequence[nn.Module] = (),
 ) -> Tensor:
-    """Backward of `criterion(forward(whole batch))` with one micro-batch's activations.
+    """Run the backward of `criterion(forward(whole batch))` in micro-batches, exactly.
 
-    Every micro-batch is run twice, with the same numbers of the global random generators, those of
-    all devices included, so that dropout is the same in both; buffers are updated once (batch
-    normalisation still takes its statistics from each micro-batch). Both runs get the micro-batch
-    in containers of its own. Over several ranks the criterion gets the representations of all, in
-    the order of the ranks, and every rank computes the whole of it.
+    Only the activations of one micro-batch are in memory at a time. Every micro-batch runs twice,
+    with the same random numbers of the global generators on all devices, so that dropout is the
+    same in both runs. Buffers are updated once; batch normalisation still takes its statistics from
+    each micro-batch. On several ranks the criterion gets the representations of all ranks, in the
+    order of the ranks, and every rank computes all of it.
 
     Args:
-        forward: from a micro-batch to its representations: a tensor whose first axis is the
+        forward: returns the representations of a micro-batch: a tensor whose first axis is the
             sample, or several in tuples, lists and dicts. Numbers and tensors without an axis, such
             as a temperature, must be the same in all micro-batches and on all ranks; the criterion
-            gets one.
-        micro_batches: of this rank, at least one; all are kept until the end.
-        criterion: from all representations, of the same structure, to a scalar: the loss of the
-            whole batch. Its own parameters get their gradients too.
-        accumulator: takes the step with these gradients. Without one they are added to `.grad`,
-            on this rank alone.
-        modules: whose buffers the forward may change, beside those of the accumulator and those
-            that `forward` refers to, in its closure for one.
+            gets one of each.
+        micro_batches: the micro-batches of this rank, at least one; all are kept until the end.
+        criterion: returns the loss of the whole batch, a scalar, from the representations of all
+            samples, in the same structure. Its own parameters get gradients, too.
+        accumulator: takes the step with the gradients. Without an accumulator they are added to
+            `.grad`, on this rank only.
+        modules: further modules whose buffers the forward may change. Modules of the accumulator,
+            and modules that `forward` refers to, are known.
 
     Returns:
         The loss, detached; the same on every rank.
 
     Raises:
         OptionError: no micro-batches, no tensors, representations of another kind, a loss that is
-            no scalar, a forward that changes its micro-batch in place, or rows that are masked;
-            on all ranks.
+            no scalar, a forward that changes its micro-batch in place, or masked rows; on all
+            ranks.
         StepError: micro-batches are pending in the accumulator.
 
     >>> model = torch.nn.Linear(3, 2)

@@ -55,25 +55,26 @@ def train_epoch(
     """Train on every batch of a loader once, and flush.
 
     Args:
-        model: in training or evaluation mode, which is not changed.
-        loader: of batches. Its sampler or stream then knows which of them came, as in `tracked`.
+        model: the model; its training or evaluation mode is not changed.
+        loader: a loader of batches. Its sampler or stream knows its position, as with `tracked`.
         criterion: `criterion(model, batch)` calls the model and returns the loss.
-        accumulator: that steps; its `mean` says whether losses are means.
-        weight: of a batch in the loss of a step, as `micro_batch` takes it. Default: its samples.
+        accumulator: takes the steps; with its `mean=True` losses are means.
+        weight: a function that returns the weight of a batch, as for `micro_batch`. Default: its
+            number of samples.
         device: that batches are moved to; `None`: they are not moved.
         when_begun: called after `iter(loader)`, before its first batch.
-        when_stepped: called with each step, and whether no batch came after it; if what it returns
-            is true, the epoch ends there.
-        monitor: a `MemoryMonitor` that is running: it measures every batch. With `replan=` all
-            ranks need one, and batches must know their `padded_size`.
+        when_stepped: called with each step, and with true if no batch came after it. If it returns
+            true, the epoch ends.
+        monitor: a running `MemoryMonitor`, which measures every batch. With `replan=` all ranks
+            need one, and batches must know their `padded_size`.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
         The steps that were taken.
 
     Raises:
-        OptionError: a monitor with `replan=`, and a batch that does not know its padded size; or
-            batches of a sampler come out of order.
+        OptionError: with the monitor's `replan=`, a batch does not know its padded size; or batches
+            of a sampler come out of order.
         SampleError: the loader of a sampler or stream ended before the epoch did.
         StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
@@ -187,26 +188,26 @@ def evaluate(
     device: torch.device | str | None = None,
     group: Any = None,
 ) -> float:
-    """Σ loss / Σ weight over a loader and all ranks, in evaluation mode and without gradients.
+    """Compute Σ loss / Σ weight over a loader and all ranks, without gradients.
 
-    Afterwards every module is in the mode that it was in.
+    The modules are in evaluation mode meanwhile, and afterwards in the mode that they were in.
 
     Args:
-        model: to be evaluated.
-        loader: of batches; each rank has its share of them, as of a `MemoryBudgetBatchSampler`.
+        model: the model.
+        loader: a loader of this rank's share of the batches, as with a `MemoryBudgetBatchSampler`.
         criterion: `criterion(model, batch)` calls the model and returns the loss. The modules that
             it refers to, such as a head, are in evaluation mode, too.
-        weight: of a batch. Default: its samples.
-        mean: the criterion returns means, to be multiplied by their weights.
+        weight: a function that returns the weight of a batch. Default: its number of samples.
+        mean: the criterion returns means, which are multiplied by their weights.
         device: that batches are moved to; `None`: they are not moved.
-        group: of processes. Default: all, where `torch.distributed` is initialized.
+        group: process group. Default: all ranks, if `torch.distributed` is initialized.
 
     Returns:
         The loss.
 
     Raises:
-        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; no batch
-            weighs anything on any rank; or batches of a sampler come out of order.
+        OptionError: a loss is not a scalar tensor, or a weight is not a number of at least 0; all
+            weights are 0 on all ranks; or batches of a sampler come out of order.
         SampleError: the loader of a sampler or stream ended before the epoch did.
         StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
@@ -273,9 +274,9 @@ class WarmUp:
 
     Attributes:
         name: "largest", "longest" or "shortest".
-        samples: in the batch.
-        predicted_bytes: what the sampler's cost predicts for it.
-        peak_bytes: the peak of the device's memory; of resident memory on the CPU.
+        samples: number of samples in the batch.
+        predicted_bytes: bytes that the sampler's cost predicts.
+        peak_bytes: real peak of the device's memory; on the CPU of resident memory.
     """
 
     name: str
@@ -287,19 +288,21 @@ class WarmUp:
 def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[WarmUp]:
     """Run the largest, the longest and the shortest batch of the coming epoch.
 
-    A step that would run out of memory does so now rather than after hours, and an allocator meets
-    the largest blocks first. On CUDA what earlier work left reserved is returned before; the blocks
-    of the first batch stay reserved, so that the peaks of the others are at least that one's. The
-    first batch is run twice, since optimizers allocate their state at the first step. They are the
-    extremes over all ranks, so that every rank runs the same ones. Model, optimizer and random
-    generators are restored afterwards, bit for bit, and the sampler stays where it is.
+    If a step would run out of memory, it does so now rather than after hours. The allocator also
+    gets the largest blocks first. On CUDA memory that earlier work left reserved is returned
+    before; the blocks of the first batch stay reserved, so the peaks of the other batches are at
+    least as high. The first batch runs twice, since optimizers allocate their state at the first
+    step. The batches are the extremes over all ranks, so every rank runs the same ones. Afterwards
+    model, optimizer and random generators are as they were, bit for bit, and the sampler has not
+    moved.
 
     Args:
-        step: the full training step on a batch of the loader's.
-        loader: with a `MemoryBudgetBatchSampler` as its `batch_sampler`, over a map-style data set.
+        step: the complete training step on a batch of the loader.
+        loader: a loader whose `batch_sampler` is a `MemoryBudgetBatchSampler`, over a map-style
+            data set.
 
     Returns:
-        What was run, with predicted and real bytes.
+        The three batches, with predicted and real bytes.
 
     Raises:
         OptionError: the loader has another sampler.

@@ -41,17 +41,17 @@ class _Unread(Generic[Number]):
 class Step:
     """Figures of one optimizer step, over all ranks.
 
-    `loss` and `gradient_norm` are read from the device, both at once, when one of them is first
-    asked for, which waits for the step to end there.
+    The first access to `loss` or `gradient_norm` reads both from the device, and waits for the step
+    to end there.
 
     Attributes:
-        number: of the step, from 1.
+        number: number of the step, from 1.
         loss: Σ loss / Σ weight.
         weight: Σ weight.
-        gradient_norm: before clipping; `None` without `max_norm`.
-        micro_batches: on all ranks.
-        skipped: whether no optimizer stepped: a gradient was not finite, and the accumulator has a
-            scaler or `skip_nonfinite`; or all weights were 0.
+        gradient_norm: norm of the gradient before clipping; `None` without `max_norm`.
+        micro_batches: number of micro-batches on all ranks.
+        skipped: true if no optimizer stepped, since a gradient was not finite and the accumulator
+            has a scaler or `skip_nonfinite`, or since all weights were 0.
     """
 
     number: int

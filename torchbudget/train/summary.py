@@ -19,16 +19,16 @@ from torchbudget.units import format_bytes
 class ModuleMemory:
     """The memory of one module's own parameters and buffers, without the modules inside it.
 
-    Bytes are those of this rank, also where others have parts of the tensors, as under FSDP2.
+    Bytes are those of this rank, even if other ranks have parts of the tensors, as under FSDP2.
 
     Attributes:
-        name: of the module; empty for the outermost.
-        kind: its class.
-        parameters: elements of its parameters, on all ranks.
-        learnable: those of them that require a gradient.
-        weight_bytes: of parameters and buffers.
-        gradient_bytes: of learnable parameters' gradients, whether they are allocated yet or not.
-        optimizer_bytes: of the optimizer's state as it is now: nothing before the first step.
+        name: name of the module; empty for the outermost.
+        kind: class of the module.
+        parameters: number of elements of its parameters, on all ranks.
+        learnable: number of these elements that require a gradient.
+        weight_bytes: bytes of parameters and buffers.
+        gradient_bytes: bytes of the gradients of learnable parameters, allocated or not.
+        optimizer_bytes: bytes of the optimizer's state as it is now: 0 before the first step.
     """
 
     name: str
@@ -42,11 +42,12 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySummary:
-    """A table of modules, which `str` and `print` show as one.
+    """The memory of all modules; `print` shows it as a table.
 
     Attributes:
-        modules: those that have parameters or buffers of their own, in the order of the model.
-        total: of all. Memory that several tensors share is counted once, at the first of them.
+        modules: the modules that have parameters or buffers of their own, in the order of the
+            model.
+        total: the sum over all modules. Memory that tensors share is counted once, at the first.
     """
 
     modules: tuple[ModuleMemory, ...]
@@ -70,7 +71,7 @@ class MemorySummary:
 
 
 def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:
-    """The bytes of parameters, gradients and optimizer state of each module; O(tensors).
+    """Compute the bytes of each module's parameters, gradients and optimizer state; O(tensors).
 
     >>> model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5).requires_grad_(False))
     >>> memory_summary(model).total.learnable
