@@ -35,7 +35,7 @@ class LoaderOptions(Mapping[str, Any]):
         options: the arguments.
         needs: the predicted bytes of the loader.
         budget_bytes: bytes of the host.
-        limited_by: what one more worker, or one more prefetched batch, would exceed.
+        limited_by: the limit that one more worker, or one more prefetched batch, would exceed.
     """
 
     options: Mapping[str, Any]
@@ -72,37 +72,38 @@ def loader_options(
 ) -> LoaderOptions:
     """Choose the options of a stock `DataLoader` that stay within the host's budget.
 
-    One real worker makes a few of the plan's batches, the smallest and the largest among them,
-    while its memory is read from here: about two seconds, and the time in which the worker starts.
-    The batches that exist at once are a window over the plan's own sequence. The most workers that
-    fit are taken, up to the processors, and then as many prefetched batches as fit, up to 8 a
-    worker. Workers persist. Batches are pinned where there is an accelerator and the copies fit.
-    Any of the options may be overridden by less, which needs less.
+    It starts one real worker, which makes a few of the plan's batches, the smallest and the largest
+    among them, and reads that worker's memory. This takes about two seconds after the worker has
+    started. The memory of batches that exist at the same time follows from the plan. It chooses as
+    many workers as fit, up to the number of processors, and then as many prefetched batches as fit,
+    up to 8 for each worker. Workers persist. Batches are pinned if there is an accelerator and the
+    copies fit. You may lower any of the options, which then need less memory.
 
-    Call it where the loader is made: after the model is built, since what this process has now
-    counts. The data set is read in the worker only, the sampler or stream stays where it is, and
-    the global random generators are not drawn from.
+    Call it after the model is built, since the memory that this process uses at the call counts.
+    Only the worker reads the data set. The sampler or stream does not move, and the global random
+    generators do not change.
 
     Args:
         sampler_or_stream: the sampler or stream whose batches the loader yields.
-        budget: the budget. Its `host` bytes limit this process and its descendants; its `shared`
-            bytes, and what `/dev/shm` has free, limit the batches in flight.
+        budget: the budget. Its `host` bytes limit this process and its descendants. Its `shared`
+            bytes, and the free bytes of `/dev/shm`, limit the batches in flight.
         dataset: the sampler's data set; a stream has its own.
-        collate_fn: the loader's; a stream has its own.
-        worker_init_fn: the loader's.
+        collate_fn: `collate_fn` of the loader; a stream has its own.
+        worker_init_fn: `worker_init_fn` of the loader.
         multiprocessing_context: how workers start, such as `"spawn"`. Default: torch's.
         max_workers: the most workers. Default: the processors that this process may use, divided by
             the ranks of this machine.
-        ranks_per_machine: ranks that share this machine's processors and `/dev/shm`. Default:
-            torchrun's `LOCAL_WORLD_SIZE`, 1 for a process that is alone. The budget's `host` is
-            this rank's.
+        ranks_per_machine: number of ranks that share this machine's processors and `/dev/shm`.
+            Default: torchrun's `LOCAL_WORLD_SIZE`; 1 for a single process. The budget's `host`
+            bytes are those of this rank alone.
         reserve: bytes that this process will allocate later, such as a model on the CPU.
 
     Raises:
-        BudgetError: the budget states no host bytes; or not even a loader without workers fits: the
-            error names the smallest budget that would do.
-        OptionError: an argument is invalid, or does not go with the sampler or stream; or this is
-            one of several ranks whose launcher does not say how many share the machine.
+        BudgetError: the budget states no host bytes; or not even a loader without workers fits, and
+            the error names the smallest budget that would.
+        OptionError: an argument is invalid, or cannot be combined with the sampler or stream; or
+            there are several ranks, `LOCAL_WORLD_SIZE` is not set, and `ranks_per_machine` is not
+            given.
         MachineError: there is no `/proc` to read memory from.
 
     >>> dataset = [{"ids": torch.arange(length)} for length in (5, 9, 2, 7)]

@@ -38,39 +38,40 @@ _ROOM: Final = 2048  # samples of the history: 592 bytes each by `sys.getsizeof`
 
 
 class MemoryMonitor:
-    """Samples the memory of a process and all its descendants, in a thread.
+    """Measures the memory of a process and all its descendants, in a thread.
 
-    A context manager. It reads the processes (workers that come and go included), `/dev/shm`, the
-    control group, the machine and the CUDA device; keeps true peaks, as the kernel and the
-    allocator keep them; and warns before a limit is reached. Reading takes about 1 % of one
-    processor's time at the most: expensive numbers are read after cheap ones have changed. The
-    monitor never initialises CUDA, draws no random numbers and touches no tensor.
+    Use it as a context manager. It reads the processes (workers that start and end included),
+    `/dev/shm`, the control group, the machine and the CUDA device; reports true peaks, which the
+    kernel and the allocator record; and warns near a limit. Reading takes at most about 1 % of one
+    processor's time: expensive numbers are read only if cheap ones have changed. The monitor never
+    initialises CUDA, draws no random numbers and touches no tensor.
 
     Args:
-        budget: the bytes to warn before; an amount is the device's bytes. `None`: only the
+        budget: limits near which it warns; a plain amount is the device's bytes. `None`: only the
             machine's own limits.
-        device: the device to read, on which `batch` measures. `None`: the current CUDA device once
-            this process uses CUDA, or the one with the most reserved bytes if nothing is reserved
-            on that; before, and elsewhere, the CPU. Where torch is built for CUDA, resident memory
-            is compared with the budget's device bytes only if this is `"cpu"`.
-        pid: a process to watch, with its descendants; `None`: this one. The device and the batches
-            of another process cannot be seen. Watching ends when the process ends.
-        interval_s: seconds between samples; longer where reading takes long.
-        path: a file that JSON lines are appended to.
+        device: the device to read, and on which `batch` measures. `None`: the current CUDA device
+            once this process uses CUDA (or the one with the most reserved bytes, if nothing is
+            reserved on the current one), and until then the CPU. If torch is built for CUDA,
+            resident memory is compared with the budget's device bytes only with `device="cpu"`.
+        pid: a process to watch, with its descendants; `None`: this one. The monitor cannot see the
+            device and the batches of another process. It stops when the process ends.
+        interval_s: seconds between samples; longer if reading takes long.
+        path: a file to which JSON lines are appended.
         writer: a `SummaryWriter`, or another object with `add_scalar`, called from the thread.
-        on_limit: called with a `MemoryLimit` when use first comes near it, usually from the thread.
-        warn_at: the share of a limit from which on it is near.
-        replan: a `MemoryBudgetBatchSampler` of a `MeasuredCost`, which is corrected by what its
-            batches really take; see `batch`.
+        on_limit: called with a `MemoryLimit` when memory use first comes near it, usually in the
+            thread.
+        warn_at: share of a limit from which memory use is near the limit.
+        replan: a `MemoryBudgetBatchSampler` with a `MeasuredCost`, which is corrected by the real
+            peaks of its batches; see `batch`.
         replan_batches: number of batches between two corrections.
 
     Raises:
         OptionError: an option is out of range, the device is neither a CPU nor a CUDA device, or
-            the sampler's cost is no measured one.
+            the sampler's cost is not a `MeasuredCost`.
         BudgetError: an amount cannot be read.
 
-    Entering it raises `MachineError` if there is no such process or no `/proc`, and `OSError` if
-    the file cannot be opened.
+    Entering the context raises `MachineError` if there is no such process or no `/proc`, and
+    `OSError` if the file cannot be opened.
 
     >>> from torchbudget import MemoryMonitor
     >>> with MemoryMonitor("8GiB") as monitor:
@@ -205,7 +206,7 @@ class MemoryMonitor:
         return limits_of(sample, self._budget, reader.limit_bytes, on_cpu=reader.is_cpu)
 
     def snapshot(self, name: str) -> MemorySample:
-        """Read everything now, and keep it under a name, for the file and the report.
+        """Read all numbers now, and keep them under a name for the file and the report.
 
         Raises:
             OptionError: the monitor is not running in this process.
@@ -224,14 +225,13 @@ class MemoryMonitor:
     ) -> Iterator[Peak]:
         """Measure the peak of a batch inside the context: its forward, backward and step.
 
-        The peak is written to the file. With `replan=sampler`, the sampler's cost observes it, and
-        after every `replan_batches` batches the sampler plans later ones by what was observed: a
-        run whose memory creeps up goes on with smaller batches. With `torch.distributed`, all
-        ranks must have such a monitor, since they agree on the correction.
+        The peak is written to the file. With `replan=sampler`, the sampler's cost observes the
+        peak, and after every `replan_batches` batches the sampler plans later batches by these
+        observations, so that a run whose memory grows continues with smaller batches. With
+        `torch.distributed`, all ranks must have such a monitor, since they agree on the correction.
 
         Args:
-            n: number of samples in the batch; `None` for a batch without a padded size, which no
-                sampler's cost observes.
+            n: number of samples in the batch; `None` without `replan=`.
             size: padded size of the batch.
 
         Yields:
@@ -239,10 +239,10 @@ class MemoryMonitor:
 
         Raises:
             OptionError: the monitor is not running in this process, or it watches another one; or
-                it corrects a sampler, and the batch has no padded size.
+                with `replan=`, the padded size is not given.
 
         Warns:
-            MeasureWarning: as `MeasuredCost.observe`.
+            MeasureWarning: as in `MeasuredCost.observe`.
         """
         self._check_running()
         if self._pid is not None:
@@ -271,7 +271,7 @@ class MemoryMonitor:
         self._output.raise_again()
 
     def report(self) -> MonitorReport:
-        """Everything that was seen so far, or until the end. As text, a table.
+        """Return the report of the run so far; `print` shows it as a table.
 
         Raises:
             OptionError: the monitor is not running in this process.

@@ -50,7 +50,7 @@ _EVENTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """One of a job's limits, and its use; as text, what to change.
+    """One limit of a job, and the memory in use; its text says what to change.
 
     Attributes:
         name: `"host"`, `"device"` or `"shared"`, as in a `MemoryBudget` (`"shared"` also without
@@ -108,14 +108,14 @@ def largest_shares(limits: Sequence[MemoryLimit]) -> tuple[MemoryLimit, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorReport:
-    """One run of a `MemoryMonitor`: so far, or read back from its file; as text, a table.
+    """One run of a `MemoryMonitor`, so far or from its file; `print` shows it as a table.
 
     Attributes:
         begin: the first record of the file: `pid`, `rank`, `unix_s`, `budget`, `on_cpu`.
-        history: samples, in order; each may have the maxima of several.
+        history: samples, in order; one may be the maximum of several.
         snapshots: names and samples, in order.
         peak: the maximum of each number.
-        limits: each limit, at the largest share of it that was used.
+        limits: each limit, when the largest share of it was in use.
         batches: records of the file's batches. A monitor's own report has none.
         end: the last record of the file, or its numbers so far: `time_s`, `samples`,
             `processor_s`, `lost_lines`, `is_exact`, `refusals`, `kills`, `stalled_s`. Empty for a
@@ -132,7 +132,7 @@ class MonitorReport:
 
     @property
     def unread(self) -> list[str]:
-        """Amounts of the budget that nothing was read to compare with."""
+        """Return amounts of the budget without a reading to compare with."""
         read = {limit.name for limit in self.limits}
         return [name for name in self.begin["budget"] if name not in read]
 
@@ -173,9 +173,9 @@ class MonitorReport:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file that monitors wrote, in order, each with an `"event"` and a `"run"`.
+    """Read the records of a monitor's file, in order, each with an `"event"` and a `"run"`.
 
-    Lines that a full disk or a crash cut short are left out.
+    Lines that are incomplete, after a full disk or a crash, are left out.
     """
     records = []
     for line in Path(path).read_text("utf-8", errors="replace").splitlines():
@@ -189,9 +189,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def recorded_runs(path: str | Path) -> list[MonitorReport]:
-    """The runs of a file that monitors wrote, in the order in which they began.
+    """Read the runs of a monitor's file, in the order in which they began.
 
-    Monitors that wrote to the file at the same time are told apart.
+    Several monitors may have written to the file at the same time.
 
     Raises:
         OSError: the file cannot be read.

@@ -22,18 +22,20 @@ class MemorySample:
     A number is `None` if it was not read, or if there is no such memory.
 
     Attributes:
-        time_s: seconds since the monitor began; of several moments, the last one.
+        time_s: seconds since the monitor began; of several samples, those of the last one.
         processes: number of processes: the watched one and its descendants, such as workers.
         resident_bytes: sum of the processes' resident memory; shared pages count in each.
         host_bytes: memory of all processes together, each byte counted once. `MemoryBudget.host`
             is compared with it. It is read rarely, since the kernel visits every page for it.
         unreclaimable_bytes: the part of `host_bytes` that belongs to no file, so that the kernel
-            cannot drop it. A control group's limit kills for it. Read with `host_bytes`.
+            cannot drop it. If it reaches a control group's limit, the kernel kills processes. Read
+            with `host_bytes`.
         process_bytes: resident memory of the watched process.
         process_peak_bytes: the kernel's peak of `process_bytes` so far (`VmHWM`).
         worker_peak_bytes: the kernel's peak of the largest living descendant.
         shared_bytes: bytes in use in `/dev/shm`, by all processes of the machine.
-        cgroup_bytes: bytes in use, and not reclaimable, in the control group with the least left.
+        cgroup_bytes: bytes in use, and not reclaimable, in the control group with the least room
+            left.
         machine_bytes: bytes in use, and not reclaimable, on the whole machine.
         allocated_bytes: bytes of living tensors on the CUDA device.
         reserved_bytes: bytes that torch's allocator has reserved there.
