@@ -14,21 +14,20 @@ from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
     """Prepare a loader as `accelerator.prepare(loader)` does, except that ranks keep their batches.
 
-    `even_batches`, `split_batches` and `dispatch_batches` do not touch it. Batches come on the
-    accelerator's device.
-    `accelerator.save_state` and `load_state` save its position, within an epoch too, and
-    `accelerator.prepare` leaves the result as it is.
+    `even_batches`, `split_batches` and `dispatch_batches` have no effect on it. It moves batches to
+    the accelerator's device. `accelerator.save_state` and `load_state` save and load its position,
+    within an epoch too. `accelerator.prepare` does not change the result.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
-        loader: over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
+        loader: a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
 
     Returns:
         An `accelerate.data_loader.DataLoaderShard`.
 
     Raises:
-        OptionError: it is another loader, or its batches are dealt to other ranks than the
-            accelerator's data-parallel ones.
+        OptionError: it is another loader, or its ranks are not the accelerator's data-parallel
+            ranks.
     """
     from accelerate.data_loader import prepare_data_loader
 

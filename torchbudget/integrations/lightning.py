@@ -20,15 +20,16 @@ _KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
 
 
 class BudgetDataMixin(_DataModule):  # type: ignore[misc]
-    """A base class to put before `LightningDataModule`: override `budget_loader`.
+    """A base class to list before `LightningDataModule`; override `budget_loader`.
 
-    Lightning sees no `DataLoader`, so that it rebuilds none, whatever `use_distributed_sampler`
-    says; and no `len`, since it would read it once and cut longer epochs short. The positions of
-    all loaders are in Lightning's checkpoints, of each rank, within an epoch too.
+    The mixin hides the `DataLoader` from Lightning, so that Lightning does not replace its sampler,
+    whatever `use_distributed_sampler` says; and it has no `len`, which Lightning would read once,
+    and cut longer epochs short. Lightning's checkpoints then have each rank's position in all
+    loaders, within an epoch too.
 
-    An epoch that `max_steps` or a callback has ended goes on in the resumed run; one that
-    `limit_train_batches` has ended does not. Of several loaders, the shorter ones start over as
-    Lightning's `CombinedLoader` has them, and all begin each of Lightning's epochs anew.
+    If `max_steps` or a callback ends an epoch early, the resumed run continues it; if
+    `limit_train_batches` does, it does not. Each of Lightning's epochs starts all loaders from
+    their beginning; shorter ones start over as in Lightning's `CombinedLoader`.
 
     >>> class Data(BudgetDataMixin):  # and LightningDataModule
     ...     def budget_loader(self):
@@ -42,7 +43,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     def budget_loader(self) -> Any:
         """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
 
-        It may be several: a dict, a list or a `CombinedLoader` of them.
+        Or several of them, in a dict, a list or a `CombinedLoader`.
         """
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 

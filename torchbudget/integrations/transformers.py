@@ -34,19 +34,18 @@ _ROUNDING: Final = 64
 
 
 class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
-    """A base class to put before `Trainer`: override `budget_loader`, not `get_train_dataloader`.
+    """A base class to list before `Trainer`; override `budget_loader`.
 
-    Each item of the loader that the Trainer sees is a list of micro-batches. With a sampler it is
-    one step of the plan, so that `samples_per_step` is needed, and `gradient_accumulation_steps`
-    stays 1. With `batches_per_epoch` it is one micro-batch, of which `gradient_accumulation_steps`
-    make a step.
+    Each item of the loader that the Trainer sees is a list of micro-batches. With
+    `samples_per_step` it has all micro-batches of a step, and `gradient_accumulation_steps` must be
+    1. With `batches_per_epoch` it has one micro-batch, and a step takes
+    `gradient_accumulation_steps` items.
 
-    The loss of each micro-batch is a mean: it is multiplied by the micro-batch's share of the
-    step's weight on all ranks. `micro_batch_weight` returns the weight; `num_items_in_batch` is
-    passed to a `compute_loss_func` only, as the micro-batch's own weight. Before the first step
-    `check_weights` is called, unless `checks_weights` is false, and with rows of packed samples
-    `check_kept_apart`, unless `checks_rows` is false. The loader's position is in
-    `trainer_state.json`.
+    The loss of a micro-batch must be a mean. It is multiplied by the micro-batch's share of the
+    step's weight on all ranks; `micro_batch_weight` returns the weight. Only a `compute_loss_func`
+    gets `num_items_in_batch`: the weight of the micro-batch. Before the first step the mixin calls
+    `check_weights`, unless `checks_weights` is false, and for packed samples `check_kept_apart`,
+    unless `checks_rows` is false. The loader's position is saved in `trainer_state.json`.
 
     >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
     ...     def budget_loader(self):
@@ -94,10 +93,10 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         return loader  # type: ignore[no-any-return]
 
     def micro_batch_weight(self, batch: Any) -> float:
-        """Return the number that the mean loss of a micro-batch is the mean over.
+        """Return the number of terms in the mean loss of a micro-batch.
 
-        Override it where the loss is another mean. By default it is the number of labels but -100,
-        as the Trainer counts them, or of samples where there are no labels.
+        Override it if the loss is another mean. The default is the number of labels that are not
+        -100, as the Trainer counts them; without labels, the number of samples.
 
         Args:
             batch: a micro-batch, or a part of one, on the host.
@@ -283,19 +282,20 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
 
 
 def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
-    """Raise where a model's outputs for one sample depend on another sample of its row.
+    """Raise an error if samples of one packed row attend to each other.
 
-    The model's class and its attention decide that, and the loss falls either way. The batch is
-    run twice, in evaluation mode and without gradients and labels, the second time with other
-    tokens in its first sample. If the model is sharded, every rank must call the function. A row
-    of one sample passes, and so does a model that returns nothing for each position.
+    It depends on the class and the attention of the model whether they do; the loss falls either
+    way. The function runs the batch twice, in evaluation mode and without gradients and labels, the
+    second time with other tokens in the first sample, and compares the outputs of the other
+    samples. If the model is sharded, every rank must call the function. A row of one sample passes,
+    and so does a model without an output for each position.
 
     Args:
-        model: the model as it is called, on the batch's device.
+        model: the model, on the batch's device.
         batch: a batch of `PackCollate(layout="transformers")`.
 
     Raises:
-        OptionError: outputs after the first sample, of shape `(1, total, …)`, have changed.
+        OptionError: outputs of other samples, of shape `(1, total, …)`, have changed.
 
     >>> class OfEach(torch.nn.Module):
     ...     def forward(self, input_ids, **_):
@@ -340,20 +340,22 @@ def check_weights(
     loss: Callable[[Any], Tensor],
     weight: Callable[[Any], float],
 ) -> bool:
-    """Raise where the loss of a micro-batch is no mean over its weight.
+    """Raise an error if the loss of a micro-batch is not the mean over its weight.
 
-    It is run as a whole and in halves, in evaluation mode and without gradients: the three losses
-    imply the share of each half. If the model is sharded, every rank must call the function.
+    The micro-batch runs as a whole and in two halves, in evaluation mode and without gradients. The
+    three losses imply the weight of each half. If the model is sharded, every rank must call the
+    function.
 
     Args:
         model: the model.
-        batch: a batch of a torchbudget collate, or a structure of tensors with one first axis.
+        batch: a batch of a torchbudget collate, or a structure of tensors whose first axis is the
+            sample.
         loss: `loss(batch)` calls the model and returns the mean loss.
-        weight: `weight(batch)` returns the number that the loss is the mean over.
+        weight: `weight(batch)` returns the number of terms in the mean.
 
     Returns:
-        True once the losses could tell; false if there is one sample, or halves whose losses
-        differ by little more than rounding. In half precision nothing is compared.
+        True if the losses could be compared. False if there is only one sample, if the losses of
+        the halves differ by little more than rounding, or in half precision.
 
     Raises:
         OptionError: the loss is another mean, or none; or the micro-batch cannot be cut.

@@ -18,13 +18,13 @@ from torchbudget.tables import aligned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitUse:
-    """The use that the micro-batches of an epoch make of one limit.
+    """How much the micro-batches of an epoch use of one limit.
 
     Attributes:
-        name: `"cost"` for the budget, `"max_batch_size"`, or the place in `limits`.
+        name: `"cost"` for the budget, `"max_batch_size"`, or the position in `limits`.
         amount: the limit, with its unit, for people.
-        fill: mean amount that a micro-batch uses / the limit.
-        ended: share of the micro-batches that this limit ended: it is the fullest one there.
+        fill: mean amount of a micro-batch / the limit.
+        ended: share of the micro-batches in which this limit is the fullest one.
     """
 
     name: str
@@ -35,28 +35,28 @@ class LimitUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A planned epoch, to be printed or read.
+    """Figures of a planned epoch; `print` shows them as a table.
 
     Attributes:
-        batches: micro-batches of all ranks together.
-        samples: samples in these micro-batches.
+        batches: number of micro-batches of all ranks.
+        samples: number of samples in these micro-batches.
         fill: mean predicted bytes of a micro-batch / budget.
         limits: the use of each limit, the budget first.
         elements: padded elements of all batches, a sum over all axes.
-        padding: share of the batches' elements that are padding, over all axes; NaN where the
-            batches of a stream do not know their lengths.
+        padding: share of the batches' elements that are padding, over all axes; NaN if the batches
+            of a stream do not know their lengths.
         axis_padding: the same share for each ragged axis.
         smallest: smallest number of samples in a micro-batch.
         largest: largest number of samples in a micro-batch.
-        over_budget: micro-batches whose predicted bytes exceed the budget.
-        steps: optimizer steps of each rank.
-        windows: windows of the epoch, each of which is cut by itself; 0 of a stream.
+        over_budget: number of micro-batches whose predicted bytes exceed the budget.
+        steps: number of optimizer steps of each rank.
+        windows: number of windows of the epoch; 0 for a stream.
         ranks: number of ranks.
-        imbalance: Σ over steps of the costliest rank's bytes / Σ of the mean rank's: 1 is even.
-            With `balance=`, in the unit of that model.
-        dropped: positions of the epoch that `drop_last` drops.
-        skipped: samples that are over the budget alone and are never drawn.
-        masked_rows: rows of `max_shapes` that no sample fills; `None` without it.
+        imbalance: Σ over steps of the costliest rank's bytes / Σ of the ranks' mean bytes; 1 is
+            even. With `balance=`, the same in the unit of that model.
+        dropped: number of samples that `drop_last` drops.
+        skipped: number of samples that alone exceed the budget and are never drawn.
+        masked_rows: number of rows without a sample, with `max_shapes`; `None` without it.
     """
 
     batches: int
@@ -79,7 +79,7 @@ class PlanReport:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The table as text: a name and a value in each row that has something to say."""
+        """Return the table as text: a name and a value in each row."""
         axes = [f"{share:.1%}" for share in self.axis_padding]
         each = self.samples / max(self.steps, 1)
         by_axis = f" ({', '.join(axes)} by axis)" if len(axes) > 1 else ""

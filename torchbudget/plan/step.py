@@ -30,14 +30,15 @@ class StepPlan:
     """The micro-batches of one step.
 
     Attributes:
-        micro_batches: lists of indices in `sizes` for each rank; as many on every rank, the
-            costliest first.
+        micro_batches: for each rank, its micro-batches as lists of indices in `sizes`; the same
+            number on every rank, the costliest first.
         inverse: puts results back into the order of `sizes`, shape `(n,)`. Join the results of all
             micro-batches of rank 0, then of rank 1, and so on, along the first axis:
             `joined[inverse]` are the results in the order of the samples, without skipped ones.
         skipped_samples: indices of samples that are over the budget alone and are in no
             micro-batch, with `oversize="skip"`; shape `(k,)`.
-        size_multiple: `PadCollate(size_multiple=step)` reads it, and the shapes.
+        size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=step)` reads it,
+            and the shapes.
         shapes: pairs (n, L) of rows and padded length; empty without `max_shapes`.
     """
 
@@ -54,7 +55,7 @@ class StepPlan:
         return f"<StepPlan: {len(self.inverse):,} samples, {counts}>"
 
     def report(self) -> PlanReport:
-        """Fill, padding and imbalance of the step."""
+        """Report the fill, padding and imbalance of the step."""
         return self._report()
 
 
@@ -78,8 +79,8 @@ def plan_step(
 ) -> StepPlan:
     """Cut samples that are in memory into micro-batches that fit a budget, evenly over ranks.
 
-    For reinforcement learning, and loops whose samples and sizes are there before each step. All
-    ranks that call it with the same arguments get the same plan; nothing in it is random.
+    For reinforcement learning, and other loops that know their samples before each step. All ranks
+    that call it with the same arguments get the same plan; it uses no random numbers.
 
     Args:
         sizes: sizes of the step's samples, non-negative ints, shape `(N,)` or `(N, d)`.
@@ -90,20 +91,21 @@ def plan_step(
         micro_batches_multiple: the number of micro-batches on each rank is a multiple of it, as
             pipeline schedules need.
         max_batch_size: largest number of samples in a micro-batch.
-        batch_size_multiple: numbers of samples are multiples of it wherever that many fit and are
-            left, and no splitting is needed.
+        batch_size_multiple: numbers of samples are multiples of it, unless fewer fit or are left,
+            or a micro-batch is split so that all ranks get equally many.
         size_multiple: padded sizes are rounded up to a multiple of it.
         limits: further caps, as in `MemoryBudgetBatchSampler`.
-        groups: one label a sample, ints or text, shape `(N,)`: no micro-batch mixes two, while
-            ranks may have different ones at a time.
-        units: one label a sample, as `groups`: the samples of a unit stay on one rank. A pair
-            `(labels, "micro_batch")`: they stay in one micro-batch.
+        groups: one label for each sample, ints or text, shape `(N,)`. No micro-batch has samples of
+            two groups; ranks may have different groups at the same time.
+        units: one label for each sample, as `groups`. The samples of a label, a unit, stay on one
+            rank; with a pair `(labels, "micro_batch")` in one micro-batch.
         max_shapes: padded batches take at most this number of shapes, or these shapes, and all
             ranks have the same one in each round, as in `MemoryBudgetBatchSampler`.
-        balance: cost model whose sums are made equal over ranks; a `PackedCost` for packed
-            samples. Default: the cost.
-        oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
-            or gets a micro-batch of its own (`"alone"`). So does a unit that stays in one.
+        balance: cost model whose sums over the ranks are made as equal as possible; a `PackedCost`
+            for packed samples. Default: `cost`.
+        oversize: a sample that alone exceeds the budget raises an error (`"raise"`), is skipped
+            (`"skip"`) or gets a micro-batch of its own (`"alone"`). The same holds for a unit of
+            one micro-batch.
 
     Returns:
         The plan. O(N log N).
@@ -115,7 +117,7 @@ def plan_step(
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an invalid option or combination of options.
         UnevenRanksError: too few samples for equal numbers of micro-batches; the message says how
-            many would do.
+            many are needed.
 
     >>> from torchbudget import PaddedCost, plan_step
     >>> step = plan_step([3, 9, 4, 8, 1, 2], PaddedCost(unit_bytes=1), 18, num_replicas=2)

@@ -42,28 +42,27 @@ def sizes_of(
     cache: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Sizes:
-    """The sizes of all samples of a map-style dataset, as one array.
+    """Read the sizes of all samples of a map-style dataset into one array.
 
-    A length is `shape[0]` of a tensor or an array, and `len()` of anything else. A mapping is
-    refused, since its length counts fields. The text and list columns of a Hugging Face
+    The length of a tensor or an array is its `shape[0]`, of anything else its `len()`. A mapping
+    raises an error, since its length counts fields. The text and list columns of a Hugging Face
     `datasets.Dataset` are measured without reading samples, unless a transform is applied to the
-    column. Give pandas columns as lists: `frame["text"].tolist()`. If arrays are ragged in a later
-    axis by itself too, the sizes say nothing there: that is an `OtherSizesWarning`, unless the key
-    is a callable.
+    column. Pass pandas columns as lists: `frame["text"].tolist()`. If arrays are also ragged in
+    another axis than the first, there is an `OtherSizesWarning`, unless the key is a function.
 
     Args:
         dataset: N samples; the size of a sample must depend on its index alone.
-        key: what is ragged:
-            `None`, the sample itself;
-            a str or int, the field of that name or position;
-            a tuple of those, one ragged axis for each;
-            a callable, `key(sample)` is the size: an int, or a tuple of one int per axis.
-        num_workers: processes that read samples, as in `DataLoader`, and send back sizes.
+        key: the ragged part of a sample:
+            `None`: the sample itself;
+            a str or an int: the field of that name or position;
+            a tuple of these: several fields, each of which is one ragged axis;
+            a function: `key(sample)` returns the size, an int or a tuple of one int for each axis.
+        num_workers: number of processes that read samples, as in `DataLoader`.
         cache: file that keeps the sizes for the next call (`.npz`). It is used if the dataset's
             type and length and `key` are the same, and also the `datasets` fingerprint or else
             the sizes of up to 64 evenly spread samples, which are measured again. A callable key
-            is compared by its qualified name and those 64 sizes alone: delete the file after
-            changing the function.
+            is compared by its qualified name and these 64 sizes only: delete the file after you
+            change the function.
         progress: show a progress bar while samples are read, if tqdm is installed.
 
     Returns:
@@ -76,7 +75,7 @@ def sizes_of(
         OptionError: `key` is none of the above; or `cache` is a directory.
 
     Complexity:
-        O(N) reads. Of columns only the lengths are read: 100,000 of an Arrow list column take
+        O(N) reads. For columns only lengths are read: 100,000 rows of an Arrow list column take
         0.6 ms instead of 2.1 s, of a text column 8 ms instead of 1.7 s.
 
     >>> sizes_of([[5, 3, 8], [1], []])

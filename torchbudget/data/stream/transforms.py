@@ -33,9 +33,9 @@ sample_random: ContextVar[int | np.random.Generator] = ContextVar("sample_random
 
 
 def rng() -> np.random.Generator:
-    """The random generator of the sample that is being transformed.
+    """Return the random generator of the sample that is being transformed.
 
-    For torch: `torch.Generator().manual_seed(int(rng().integers(2**63)))`.
+    To make a generator of torch, use `torch.Generator().manual_seed(int(rng().integers(2**63)))`.
 
     Raises:
         OptionError: called outside a stream's transforms.
@@ -111,7 +111,7 @@ def _if_kept(predicate: Transform, value: Any) -> list[Any]:
 
 
 def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """`function(*sample, *args, **kwargs)`; a mapping's fields are passed by name.
+    """Call `function(*sample, *args, **kwargs)`; fields of a mapping are passed by name.
 
     >>> unpack_args(max)((3, 5))
     5
@@ -122,7 +122,7 @@ def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tran
 def apply_at(
     places: int | str | Sequence[int | str], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Transform:
-    """Replace each of some fields by `function(field, *args, **kwargs)`.
+    """Replace each named field by `function(field, *args, **kwargs)`.
 
     >>> apply_at(0, len)(("abc", "d"))
     (3, 'd')
@@ -143,7 +143,7 @@ def zip_apply(*functions: Transform | None) -> Transform:
 def random_apply(
     probability: float, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Transform:
-    """`function(sample, *args, **kwargs)` with a probability, else the sample unchanged.
+    """Call `function(sample, *args, **kwargs)` with a probability; otherwise keep the sample.
 
     Raises:
         OptionError: the probability is not between 0 and 1.
@@ -154,17 +154,17 @@ def random_apply(
 
 
 def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """`function(sample, *args, **kwargs)`; arguments that are callable are called first.
+    """Call `function(sample, *args, **kwargs)`; arguments that are callable are called first.
 
-    They may use `transforms.rng()`.
+    Such arguments may use `transforms.rng()`.
     """
     return partial(_with_sampled, function, args, kwargs)
 
 
 def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> Transform:
-    """Each element of `function(sample, *args, **kwargs)` becomes a sample of its own.
+    """Make a sample of each element of `function(sample, *args, **kwargs)`.
 
-    A text or a mapping is one sample, and an error: return it in a list.
+    If the function returns a text or a mapping, an error is raised: return it in a list.
     """
     return Expanded(partial(_then, function, args, kwargs))
 
