@@ -232,9 +232,9 @@ class MeasuredCost:
         """Return how well the bytes of a shape are known.
 
         Returns:
-            "exact": the shape takes the same branches as a trace. "tested": it takes another
-            branch, but concrete traces had the same bytes. "interpolated": from the grid. "raised":
-            the bytes of a larger shape, since this one is not known.
+            A label. "exact": the shape takes the same branches as a trace. "tested": it takes
+            another branch, but concrete traces had the same bytes. "interpolated": the bytes are
+            from the grid. "raised": they are those of a larger shape, since this one is not known.
         """
         shapes, _ = self._shapes(n, padded_size)
         inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
