@@ -232,9 +232,9 @@ class MeasuredCost:
         """Return how well the bytes of a shape are known.
 
         Returns:
-            A label. "exact": the shape takes the same branches as a trace. "tested": it takes
-            another branch, but concrete traces had the same bytes. "interpolated": the bytes are
-            from the grid. "raised": they are those of a larger shape, since this one is not known.
+            "exact" if the shape takes the same branches as a trace; "tested" if it takes another
+            branch, but concrete traces had the same bytes; "interpolated" in the grid; "raised" to
+            the bytes of a larger shape if this one is not known.
         """
         shapes, _ = self._shapes(n, padded_size)
         inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
