@@ -9,22 +9,22 @@ TorchBudgetError
 ├── OptionError          (ValueError)    an option, or a combination of options, is invalid
 ├── OversizeError        (ValueError)    one sample alone exceeds the budget
 ├── UnevenRanksError     (ValueError)    samples cannot be dealt evenly to the ranks
-├── ShardedTwiceError    (RuntimeError)  a framework deals dealt batches again
+├── ShardedTwiceError    (RuntimeError)  a framework splits the batches of a rank again
 ├── StateError           (ValueError)    a state is malformed
-│   └── StateMismatchError               a state is of another dataset, order or version
+│   └── StateMismatchError               a state belongs to another dataset, order or version
 ├── CollateError         (ValueError)    samples cannot form one batch
 ├── SampleError          (RuntimeError)  a stream's sample cannot be read or transformed
 ├── MachineError         (RuntimeError)  this machine does not provide a reading
 ├── StepError            (RuntimeError)  an optimizer step cannot be taken exactly
-├── RankError            (RuntimeError)  another rank failed, or plans otherwise
+├── RankError            (RuntimeError)  another rank failed, or plans differently
 ├── SampleTooLargeError  (MemoryError)   one sample alone does not fit into memory
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was discarded before it was used
-├── OtherNumbersWarning                  other numbers of batches or samples than were planned
-├── PaddedSizeWarning                    batches are padded to more than was planned
-├── OtherSizesWarning                    sizes are not those of the samples that come
+├── OtherNumbersWarning                  numbers of batches or samples differ from the plan
+├── PaddedSizeWarning                    batches are padded to more than planned
+├── OtherSizesWarning                    sizes are not those of the samples
 ├── MeasureWarning                       a measured cost may be wrong
 ├── MemoryLimitWarning                   memory is nearly used up
 ├── MonitorWarning                       a monitor cannot read, write or call back
@@ -33,7 +33,7 @@ TorchBudgetWarning       (UserWarning)
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
 ├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
 ├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
-└── MovingStateWarning                   a forward moves buffers, or parameters that are not trained
+└── MovingStateWarning                   a forward changes buffers or untrained parameters
 ```
 """
 
@@ -69,11 +69,11 @@ class OversizeError(TorchBudgetError, ValueError):
 
 
 class UnevenRanksError(TorchBudgetError, ValueError):
-    """The samples cannot be dealt so that every rank has the same number of micro-batches."""
+    """The samples cannot be shared so that all ranks have equal numbers of micro-batches."""
 
 
 class ShardedTwiceError(TorchBudgetError, RuntimeError):
-    """A framework deals to its processes the batches that are dealt to the ranks already."""
+    """A framework splits the batches of a rank among its processes once more."""
 
 
 class StateError(TorchBudgetError, ValueError):
@@ -101,7 +101,7 @@ class StepError(TorchBudgetError, RuntimeError):
 
 
 class RankError(TorchBudgetError, RuntimeError):
-    """Another rank failed, is missing or plans otherwise: this one cannot go on."""
+    """Another rank failed, is missing or plans differently, so this rank cannot continue."""
 
 
 class SampleTooLargeError(TorchBudgetError, MemoryError):
@@ -128,15 +128,15 @@ class DiscardedStateWarning(TorchBudgetWarning):
 
 
 class OtherNumbersWarning(TorchBudgetWarning):
-    """An epoch has other numbers of batches, or a batch of samples, than were planned."""
+    """The number of batches in an epoch, or of samples in a batch, differs from the plan."""
 
 
 class PaddedSizeWarning(TorchBudgetWarning):
-    """Batches are padded to more than was planned, so that they may be over the budget."""
+    """Batches are padded to more than planned, so they may exceed the budget."""
 
 
 class OtherSizesWarning(TorchBudgetWarning):
-    """Sizes are those of other samples than come, so that batches may be over the budget."""
+    """Sizes are not those of the samples, so batches may exceed the budget."""
 
 
 class MeasureWarning(TorchBudgetWarning):
@@ -144,11 +144,11 @@ class MeasureWarning(TorchBudgetWarning):
 
 
 class MemoryLimitWarning(TorchBudgetWarning):
-    """A job has nearly used up the memory that it may use."""
+    """A job is near a limit of its memory."""
 
 
 class MonitorWarning(TorchBudgetWarning):
-    """A `MemoryMonitor` goes on without something: a reading, its file, its writer."""
+    """A `MemoryMonitor` continues without a reading, its file, its writer or a callback."""
 
 
 class ForgottenStepWarning(TorchBudgetWarning):
@@ -172,4 +172,4 @@ class BatchNormWarning(TorchBudgetWarning):
 
 
 class MovingStateWarning(TorchBudgetWarning):
-    """A forward moves buffers, or parameters that no optimizer has, once a micro-batch."""
+    """A forward changes buffers, or parameters without an optimizer, in every micro-batch."""
