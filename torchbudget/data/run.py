@@ -27,9 +27,10 @@ _ENDED: Final = object()
 class Run(Iterator[Any], ABC, Generic[Place]):
     """One loop over a loader; `tracked` of a sampler or a stream returns one.
 
-    While a run is open, other loops over its sampler or stream change nothing; of several runs the
-    last that yielded a batch counts. A run that is broken off leaves the sampler or stream where
-    its last batch was, and the next loop goes on there. An exception of the loader ends it.
+    While a run is open, other loops over its sampler or stream do not change the position; of
+    several runs the last one that yielded a batch counts. After a `break` the sampler or stream
+    stays after the last batch of the run, and the next tracked loop continues there. An error of
+    the loader ends the run.
 
     Args:
         source: the sampler or stream.
@@ -97,13 +98,13 @@ class Run(Iterator[Any], ABC, Generic[Place]):
         return self._places[-1]
 
     def position(self, back: int = 0) -> dict[str, Any]:
-        """The position after the last batch that came, as `state_dict` returns it.
+        """Return the position after the last batch received, as `state_dict` does.
 
         Args:
-            back: batches before it, for a host that reads ahead: 0, 1 or 2.
+            back: go back this many batches, for a loop that fetches batches ahead: 0, 1 or 2.
 
         Raises:
-            StateError: more than are kept.
+            StateError: that many positions are not kept.
         """
         if back >= _KEPT:
             raise StateError(f"the last {_KEPT} positions are kept, asked for {back} before it")
@@ -116,7 +117,7 @@ class Run(Iterator[Any], ABC, Generic[Place]):
             self._source._stands_at(self, self._first)
 
     def close(self) -> None:
-        """End the run where it stands."""
+        """End the run at its present position."""
         self._batches = None  # ends workers that do not persist
         self._runs.discard(self)
 

@@ -41,66 +41,64 @@ from torchbudget.units import Amount
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, IndexSource):
-    """Batches of ragged samples that fit a budget of bytes and fill it.
+    """Yields lists of indices: batches of ragged samples that fit a budget and fill it.
 
-    Windows of samples are chosen uniformly at random, sorted by size and cut into micro-batches,
-    each the longest run whose predicted cost is within the budget. Pass it to a `DataLoader` as
-    `batch_sampler`.
+    It draws windows of samples uniformly at random, sorts each by size, and cuts it into
+    micro-batches, each of which is the longest run of samples whose predicted cost is within the
+    budget. Pass it to a `DataLoader` as `batch_sampler`.
 
     Args:
-        sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`, one for
-            each sample of the data set: `iter(loader)` compares the two numbers. An array of more
-            than 32 MiB in its smallest integer type (a memory map too) is not copied: leave it as
-            it is.
-        cost: bytes of a micro-batch, such as `PaddedCost` or `PackedCost` (whose batches are
-            packed: the sum of their samples' costs fits).
+        sizes: the size of each sample of the data set: non-negative ints, shape `(N,)` or `(N, d)`.
+            An array of more than 32 MiB in its smallest integer type (a memory map too) is not
+            copied: do not change it.
+        cost: bytes of a micro-batch, such as a `PaddedCost`; a `PackedCost` for packed batches.
         budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
-        samples_per_step: samples in one optimizer step, over all ranks. A window is then exactly
-            one step (the last one may be smaller, or larger by samples that cannot be dealt evenly
-            alone), and ranks are balanced by their sums over a step.
+        samples_per_step: number of samples in one optimizer step, over all ranks. A window is then
+            one step, and the ranks' costs are balanced over a step. The last step of an epoch may
+            be smaller; if it is too small for all ranks, its samples join the step before.
         window: samples that are chosen, sorted and cut together, over all ranks. Default:
             `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
             each where that is more; but at most a quarter of a shuffled epoch, so that epochs
             differ, unless that is less than 8 micro-batches on each. A larger one pads less, and
             makes the samples of a micro-batch more alike.
-        shuffle: take samples at random. Otherwise windows follow the data set's order and their
-            micro-batches come longest first.
+        shuffle: draw samples at random. Otherwise windows follow the data set's order, and the
+            micro-batches of a window come longest first.
         seed: of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
             micro-batch that could still have taken a sample.
-        weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s;
-            copied. Samples are drawn with replacement, and `batches_per_epoch` is needed.
-        max_batch_size: samples in a micro-batch at the most.
-        batch_size_multiple: numbers of samples are multiples of it wherever that many fit, are
-            left, and need no splitting to give every rank as many micro-batches.
-        size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
-            same, of another library too; `tracked` warns).
-        limits: further caps, pairs of a cost model and an amount that no micro-batch exceeds, such
-            as `[(PaddedCost(unit_bytes=16), "64MiB")]` for two fields of int64 on the host. A
-            `PackedCost` caps the sum over the samples, and is the only kind for packed batches;
-            one of `sample_bytes` alone caps their number.
-        groups: one label a sample, ints or text, shape `(N,)`: no micro-batch has samples of two
-            groups. Windows are of one group each, so that all ranks of a round have the same one;
-            with `samples_per_step` they mix groups, and ranks of a round may differ.
-        max_shapes: a number K: padded batches take at most K shapes (n, L), the best ones for these
-            sizes and the budget, and all ranks have the same one in each round, for compiled
-            models. The collate pads to them: `PadCollate(size_multiple=sampler)`, or another one by
-            `shape_of`. Or the shapes themselves, of `best_shapes` for one. For sizes of one axis,
-            without limits but of numbers of samples.
-        units: one label a sample, as `groups`: the order permutes units, and the samples of a unit
-            stay on one rank within one step, of about `samples_per_step` samples. A pair
-            `(labels, "micro_batch")`: they stay in one micro-batch.
-        oversize: the fate of a sample (or a unit of one micro-batch) that alone is over the budget
-            or a limit: `"raise"`, `"skip"`
-            (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
+        weights: relative frequencies, shape `(N,)`, as in `torch.utils.data.WeightedRandomSampler`.
+            Samples are then drawn with replacement, and `batches_per_epoch` is required.
+        max_batch_size: largest number of samples in a micro-batch.
+        batch_size_multiple: numbers of samples are multiples of it, unless fewer fit or are left,
+            or a micro-batch is split so that all ranks get equally many.
+        size_multiple: padded sizes are rounded up to a multiple of it. The collate must use the
+            same multiple, also one of another library; `tracked` warns if it does not.
+        limits: pairs of a further cost model and an amount that no micro-batch exceeds, such as
+            `[(PaddedCost(unit_bytes=16), "64MiB")]` for two int64 fields on the host. A
+            `PackedCost` limits the sum over the samples, and is the only kind for packed batches;
+            with `sample_bytes` alone it limits the number of samples.
+        groups: one label for each sample, ints or text, shape `(N,)`. No micro-batch has samples of
+            two groups. Each window has one group, so all ranks have the same group at the same
+            time; with `samples_per_step` a window mixes groups, and ranks may differ.
+        max_shapes: a number K, or a list of shapes (n, L) such as `best_shapes` returns, for
+            compiled models. Padded batches then have at most K shapes, the best ones for these
+            sizes and the budget, and all ranks have the same shape at the same time. The collate
+            must pad to them: `PadCollate(size_multiple=sampler)`, or another one by `shape_of`.
+            Only for sizes of one axis, and with no limits other than numbers of samples.
+        units: one label for each sample, as `groups`. The samples of a label, a unit, stay on one
+            rank within one step, which has about `samples_per_step` samples. With a pair `(labels,
+            "micro_batch")` they stay in one micro-batch.
+        oversize: if a sample (or a unit of one micro-batch) alone exceeds the budget or a limit,
+            raise an error (`"raise"`), leave it out (`"skip"`; counted and logged once), or give it
+            a micro-batch of its own, over the budget (`"alone"`).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
             measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
             Without `samples_per_step` ranks wait every round: a round is one run of the sorted
             window, of which rank r takes every R-th sample, where that takes less time. Default:
             the cost itself.
-        batches_per_epoch: micro-batches of an epoch on each rank. The next epoch goes on in the
-            order where the last one ended, and data that ends starts over. Default: an epoch is one
-            pass over the data. Not with `samples_per_step`.
+        batches_per_epoch: number of micro-batches of an epoch on each rank. The next epoch
+            continues in the order where the last one ended; after the last sample a new order
+            begins. Not with `samples_per_step`. Default: an epoch is one pass over the data.
         num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
             whenever they are needed, where it is initialised, else 1. Ranks that measured or
             detected for themselves call `agree(cost, budget)` first.
@@ -114,17 +112,18 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             `max_shapes`.
 
     Raises:
-        SizesError: sizes of a wrong shape, type or sign.
-        CostError: a cost that is no vectorised one, or whose capacity does not fit the budget.
+        SizesError: the sizes have a wrong shape, type or sign.
+        CostError: the cost is not vectorised, or its capacity contradicts its bytes.
         BudgetError: the budget does not limit the device.
-        OversizeError: a sample is over the budget and `oversize="raise"`.
-        OptionError: an option, or a pair of options, that cannot hold.
+        OversizeError: a sample alone exceeds the budget, with `oversize="raise"`.
+        OptionError: an option is invalid, or two options cannot be combined.
 
-    Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
-    per sample beside `sizes`. `len` counts the whole epoch once.
+    Planning takes O(samples of a window) before the first micro-batch of each window, and no memory
+    per sample beside `sizes`. `len` plans the whole epoch once.
 
-    After an epoch's last micro-batch the next epoch follows; `set_epoch` chooses one. A loop that
-    is broken off starts the epoch over, unless it is `tracked`: then the next one goes on.
+    After the last micro-batch of an epoch the sampler advances to the next epoch; `set_epoch`
+    chooses one. After a `break` the next loop starts the epoch over; after a `break` in a `tracked`
+    loop it continues.
 
     >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
     >>> tokens = PaddedCost(unit_bytes=1, unit="tokens")  # a budget in tokens, padding included
@@ -258,13 +257,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return f"<MemoryBudgetBatchSampler: {samples:,} samples, at most {amount}; {place}>"
 
     def __len__(self) -> int:
-        """Micro-batches of the whole epoch on this rank; O(samples) once an epoch.
+        """Return the number of micro-batches of the whole epoch on this rank.
 
-        From a loaded position on they are those that were done, as they were counted then, and
-        those that are left.
+        After a loaded position, it is the number of micro-batches that were done plus the number
+        that is left. Counting takes O(samples), once for each epoch.
 
         Raises:
-            StateError: a framework reads it that goes on from a checkpoint without a position.
+            StateError: a framework that resumes from a checkpoint without a position reads it.
         """
         caller = Caller.find()
         caller.check_not_resumed()
@@ -275,7 +274,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     @property
     def batches_left(self) -> int:
-        """Micro-batches that the next `iter()` yields on this rank: fewer after a loaded state."""
+        """The number of micro-batches that the next `iter()` yields on this rank."""
         plan, cursor, known = self.plan, self._cursor, self._length
         if known is None or known[0] is not cursor:
             known = self._length = cursor, plan.batches_left(cursor)
@@ -299,8 +298,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` yield this epoch.
 
-        If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
-        order goes on. Any other epoch begins with a fresh pass over the data.
+        If that is the next epoch anyway, a loaded position is kept, and with `batches_per_epoch`
+        the order continues. Any other epoch starts a new pass over the data.
         """
         cursor = self._cursor
         if natural("epoch", epoch) != cursor.epoch:
@@ -324,13 +323,15 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over the epoch, from its beginning or from where a run stands.
+        """Return an iterator over the epoch, from its beginning or from the position of a run.
 
         Raises:
-            UnevenRanksError: the samples cannot be dealt evenly to the ranks.
+            UnevenRanksError: the samples cannot be shared so that all ranks have equally many
+                batches.
             OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; or a framework
                 has read `len` once, and this epoch has more batches, or counts epochs anew.
-            ShardedTwiceError: a framework deals the batches of this rank to its processes again.
+            ShardedTwiceError: a framework splits the batches of this rank among its processes
+                again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
                 in the main thread, where `num_replicas` was not given.
@@ -357,18 +358,19 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return iterator
 
     def tracked(self, loader: DataLoader[Any]) -> SamplerRun:
-        """Begin a loop over a loader with this batch sampler that knows which batches came.
+        """Begin a loop over a loader that knows which batches it has received.
 
-        After each of them `state_dict()` is the position after it, although workers read ahead.
+        After each batch, `state_dict()` is the position after that batch, although workers prefetch
+        others.
 
         Args:
             loader: a `DataLoader` with this sampler as its `batch_sampler`.
 
         Raises:
-            OptionError: it is another loader, yields batches out of their order, or its data set
-                has not one sample for each size.
+            OptionError: the loader has another sampler, yields batches out of order, or its data
+                set has more or fewer samples than there are sizes.
             SampleError: in the loop: it ended before the epoch did.
-            StateError: in the loop: another loop over the same persistent workers began.
+            StateError: in the loop, another loop over the same persistent workers began.
         """
         if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
             raise OptionError(
@@ -384,9 +386,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     @property
     def steps(self) -> Sequence[int]:
-        """Micro-batches of each optimizer step that was begun, on this rank, in the present loop.
+        """Numbers of micro-batches of the optimizer steps on this rank, in the present loop.
 
-        The list grows while batches are drawn; a new loop has a new one.
+        The list grows as batches are drawn. A new loop has a new list.
         """
         return () if self._present is None else self._present.steps
 
@@ -442,14 +444,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     # ------------------------------------------------------------------ position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, in plain JSON types.
+        """Return the position in the epoch, in plain JSON types.
 
-        In a loop over `tracked(loader)` it is the position after the last batch that came. In any
-        other loop it is the position after the last batch that was drawn.
+        In a loop over `tracked(loader)` it is the position after the last batch that the loop
+        received. In any other loop it is the position after the last batch that was drawn.
 
         Raises:
-            StateError: workers of a plain `DataLoader` read ahead of its loop, which is not
-                tracked.
+            StateError: workers of the `DataLoader` prefetch batches, and the loop is not tracked.
         """
         cursor, present = self._cursor, self._present
         if present is not None and not present.is_tracked and not self._runs:
@@ -473,13 +474,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` start at a saved position, until its epoch ends.
 
-        The number of ranks, the budget, the cost and the other rules may differ from those it was
-        saved under: every remaining sample comes once. A smaller budget or another number of ranks
-        takes effect with the first micro-batch. Of the same cost, `replan`'s margin goes on.
+        The number of ranks, the budget, the cost and other options may have changed: every
+        remaining sample is still used once. A smaller budget or another number of ranks takes
+        effect with the first micro-batch. If the cost is the same, the margin of `replan` is kept.
 
         Raises:
             StateError: the state is malformed.
-            StateMismatchError: it is of another data set or order; the message names what differs.
+            StateMismatchError: the state belongs to another data set or order; the message names
+                the difference.
         """
         plan = _with_margin_of(self._plan, state_dict, self._max_shapes)
         cursor = Cursor.decode(state_dict, self._order, plan)
@@ -490,21 +492,21 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """Plan later windows with the margin that `MeasuredCost.observe` has found.
 
         It takes effect at the first window from which no rank has drawn a batch; batches that
-        workers have prefetched keep their plan. An epoch that is being read may end with more
-        micro-batches than its `len` was. A sample over the budget now is a micro-batch of its own.
+        workers have prefetched keep their plan. The present epoch may then have more micro-batches
+        than its `len` was. A sample that now exceeds the budget gets a micro-batch of its own.
 
-        With `torch.distributed` every rank must call it after the same micro-batch: it is a
-        collective, and all ranks go on with the largest margin of any. If the micro-batches of
-        single samples cannot be dealt evenly to the ranks, the iteration raises `UnevenRanksError`
-        on all of them.
+        With `torch.distributed` it is a collective: every rank must call it after the same
+        micro-batch, and all ranks continue with the largest margin of any rank. If micro-batches of
+        single samples cannot be shared evenly, the iteration raises `UnevenRanksError` on all
+        ranks.
 
         Returns:
             The margin.
 
         Raises:
-            OptionError: the cost is not a measured one; with the margin the shapes of `max_shapes`,
-                which are kept, exceed the budget; or there are several ranks, and
-                `torch.distributed` does not join them.
+            OptionError: the cost is not a `MeasuredCost`; with the margin, the shapes of
+                `max_shapes`, which are kept, exceed the budget; or there are several ranks without
+                `torch.distributed`.
         """
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
@@ -534,7 +536,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return self._plan.batch_bytes(indices)
 
     def report(self) -> PlanReport:
-        """Fill, padding and imbalance of the coming pass; O(samples)."""
+        """Report the fill, padding and imbalance of the coming pass; O(samples)."""
         return self.plan.report(self._cursor)
 
     def check_dataset(self, dataset: Any) -> None:
@@ -556,22 +558,22 @@ def best_shapes(
     max_batch_size: int | None = None,
     size_multiple: int = 1,
 ) -> list[tuple[int, int]]:
-    """The shapes of padded batches that take the fewest batches for these sizes.
+    """Choose the shapes with which these sizes need the fewest padded batches.
 
-    `MemoryBudgetBatchSampler(max_shapes=number)` takes the same ones. A stream, whose sizes are
-    unknown before it is read, takes a list: of the sizes of some of its samples, with the longest.
+    `MemoryBudgetBatchSampler(max_shapes=number)` chooses the same shapes. A stream needs a list of
+    shapes: choose them for the sizes of some of its samples, the longest included.
 
     Args:
         sizes: of samples, non-negative ints, shape `(N,)`.
         cost: bytes of a micro-batch, as in `MemoryBudgetBatchSampler`.
         budget: of a micro-batch, likewise.
         number: of shapes at the most.
-        max_batch_size: rows of a shape at the most; never more than N.
+        max_batch_size: largest number of rows of a shape; never more than N.
         size_multiple: lengths are multiples of it.
 
     Returns:
-        Pairs (n, L) of rows and length, the longest first. O(N + V²·number) for V ≤ 1,024 lengths
-        of which different numbers fit; more of them are thinned out.
+        Pairs (n, L) of rows and length, the longest first. O(N + V²·number) for V ≤ 1,024 different
+        capacities; if there are more, some are left out.
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.

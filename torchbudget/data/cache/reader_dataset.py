@@ -18,10 +18,10 @@ Read = Callable[[Any], Any]
 
 
 class ReaderDataset(Dataset[Any]):
-    """Samples that are read by identity: a file's name, a patient's number, a key.
+    """A data set of samples that are read by identity: a file's name, a patient's number, a key.
 
     A read may return several variants (crops, slices, channels), each of which is a sample. With
-    `read_target`, samples are pairs of input and target; targets are read likewise.
+    `read_target`, each sample is a pair of input and target.
 
     Sample i is variant `i % variants_per_read` of identity `i // variants_per_read`. In order,
     each identity is read once. For a shuffled order use `reads`, which has all variants of an
@@ -29,10 +29,10 @@ class ReaderDataset(Dataset[Any]):
 
     Args:
         identities: the identities to read.
-        read: returns the input of an identity; if `variants_per_read` is above 1, a sequence of so
-            many.
+        read: returns the input of an identity; if `variants_per_read` is above 1, a sequence of
+            that many inputs.
         read_target: likewise for the target.
-        variants_per_read: samples per identity.
+        variants_per_read: number of samples for each identity.
 
     Raises:
         OptionError: there are no identities, a function is not callable, or `variants_per_read`

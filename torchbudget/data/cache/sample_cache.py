@@ -26,25 +26,24 @@ _HEAD: Final = np.dtype([("used", "q"), ("hits", "q"), ("misses", "q")])
 class SampleCache(Dataset[Any]):
     """A dataset that keeps its samples in memory, up to a budget, for all workers and epochs.
 
-    A sample that one worker has read is there, once, for all workers of this and later epochs, in
-    memory that processes share with any start method. A kept sample is returned as a copy, which
-    may be changed. When the budget is full the cache stays as it is: an epoch reads each sample
-    once, so replacing samples would not give more hits. Of a plain tensor that is a part of another
-    one, the part is kept.
+    Once a worker has read a sample, all workers of this and later epochs get it from memory that
+    processes share, with any start method. They get a copy, which they may change. When the budget
+    is full, the cache keeps its samples: an epoch reads each sample once, so replacing samples
+    would not give more hits. If a tensor is a part of another one, only the part is kept.
 
     A killed worker loses only the sample that it was reading.
 
     Args:
         dataset: N samples that can be pickled. A sample must depend on its index alone: apply
             random transforms after the cache.
-        budget: bytes in all: the kept samples, 8 bytes for each sample of the dataset, and 24
-            bytes. It is a part of the host's budget: `loader_options` and `host_bytes` count all of
-            it, in the process that made the cache.
+        budget: total bytes of the cache: the kept samples, 8 bytes for each sample of the dataset,
+            and 24 bytes. They are a part of the host's budget: `loader_options` and `host_bytes`
+            count all of them, in the process that made the cache.
 
     Raises:
         OptionError: the dataset is not map-style.
-        BudgetError: the budget has no room for samples after the table of contents, or is more
-            than this system gives.
+        BudgetError: the budget has no room for samples beside the table of contents, or this system
+            does not give as much.
         SampleError: a sample cannot be pickled; raised when it is read.
 
     >>> cache = SampleCache([[1, 2], [3]], "1MiB")

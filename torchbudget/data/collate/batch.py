@@ -85,10 +85,10 @@ class Batch:
     `Sequence`, so that `x, y = batch` works. A batch of bare samples has its tensor in `data`.
     A batch equals only itself.
 
-    Hosts that move or cast a batch rebuild it as `type(batch)(fields)`. That gives a batch of those
-    fields, which does not know its samples any more: whatever needs them raises a `CollateError`.
-    Under `torch.utils._pytree` a batch is a container of its fields, and `tree_map` gives a batch
-    that knows its samples, unless the function changed the fields' shapes.
+    Frameworks that move or cast a batch rebuild it as `type(batch)(fields)`. The new batch does not
+    know its samples: `lengths` and everything else that needs them raise a `CollateError`. For
+    `torch.utils._pytree` a batch is a container of its fields, and `tree_map` returns a batch that
+    knows its samples, unless the function changed the fields' shapes.
     """
 
     def __init__(self, data: Any, arrangement: Arrangement | None = None) -> None:
@@ -160,9 +160,9 @@ class Batch:
         return sum(x.nbytes if isinstance(x, Tensor) else sys.getsizeof(x) for x in leaves)
 
     def sample_shapes(self) -> list[IntArray]:
-        """Each sample's own shape in every field: `(n, d)`, once for fields of equal shapes.
+        """The shape of each sample in every field: `(n, d)`, once for fields of equal shapes.
 
-        Without the axes that all samples of a packed field share. The shape of a text is the
+        Axes that all samples of a packed field share are left out. The shape of a text is the
         number of its characters; other lists have none. A batch that was rebuilt from its fields
         knows no shapes.
         """
@@ -173,7 +173,7 @@ class Batch:
         return [layout.shapes[: known.num_samples] for layout in each]
 
     def present(self, field: Any) -> Tensor:
-        """Which samples have a field, which may be optional: bool, `(n,)`, on the CPU.
+        """Return which samples have an optional field: bool, `(n,)`, on the CPU.
 
         Args:
             field: a name or a position; a tuple of those where samples are nested.
@@ -223,10 +223,10 @@ class Batch:
         *,
         non_blocking: bool = False,
     ) -> BatchT:
-        """The batch on another device, or with its floating-point fields in another dtype.
+        """Return the batch on another device, or with its floating-point fields in another dtype.
 
-        As in `torch.nn.Module.to`, all other fields keep their dtype, and so does `cu_seqlens`: in
-        float16 the token 40001 would be 40000. `lengths` stays on the CPU.
+        All other fields keep their dtype, as in `torch.nn.Module.to`, and so does `cu_seqlens`.
+        `lengths` stays on the CPU.
 
         Args:
             device: as in `torch.Tensor.to`; a dtype too.
@@ -254,13 +254,13 @@ class Batch:
         return self._map(move)
 
     def pin_memory(self: BatchT) -> BatchT:
-        """The batch in page-locked memory; called by `DataLoader(pin_memory=True)`."""
+        """Return the batch in page-locked memory, for `DataLoader(pin_memory=True)`."""
         return self._map(lambda t: t.pin_memory())
 
     def measured_by(self: BatchT, field: Any) -> BatchT:
-        """The same batch with the lengths of another field.
+        """Return the same batch with the lengths of another field.
 
-        `mask`, `num_tokens` and the like follow: of a batch of sources and targets, `batch.mask` is
+        `mask`, `num_tokens` and the like follow. In a batch of sources and targets, `batch.mask` is
         the mask of the sources and `batch.measured_by("target").mask` that of the targets.
 
         Args:
@@ -276,7 +276,7 @@ class Batch:
         return type(self)(self.data, replace(known, measured=path))
 
     def split(self: BatchT, n: int) -> list[BatchT]:
-        """The batch as n batches of nearly equal numbers of samples, in order.
+        """Cut the batch into n batches of nearly equal numbers of samples, in order.
 
         Raises:
             OptionError: n is not an int from 1 to `num_samples`.
@@ -290,10 +290,10 @@ class Batch:
         return [self._part(a, b) for a, b in pairwise(bounds)]
 
     def samples(self) -> list[Any]:
-        """The n samples as they were before collating, their fields as views of the batch.
+        """Return the n samples as they were before collating, their fields as views of the batch.
 
-        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
-        another collate: `PackCollate()(padded_batch.samples())`.
+        Arrays, lists and numbers become tensors. You can collate the samples again, also by another
+        collate: `PackCollate()(padded_batch.samples())`.
         """
         known = self._known
         pairs = zip(known.layouts.values(), known.fields(self.data), strict=True)
@@ -431,7 +431,7 @@ class PaddedBatch(Batch):
 
     @property
     def masked_rows(self) -> int:
-        """The rows after the samples that fill up a shape of `max_shapes`: see `PadCollate`."""
+        """The number of rows that only fill a shape of `max_shapes` up: see `PadCollate`."""
         known = self._arrangement
         layout = None if known is None else known.layouts[known.measured]
         if known is None or not isinstance(layout, PaddedLayout):
@@ -450,8 +450,7 @@ class PaddedBatch(Batch):
         """False at padding, and in masked rows.
 
         Bool, `(n, L)`, or `(n, L₁, …, Lₖ)` for k ragged axes, on the device of the field whose
-        lengths are the batch's. Computed at each access, so that a batch does not keep it in
-        memory.
+        lengths are the batch's. It is computed at each access, and not kept in memory.
         """
         mask = self._measured(PaddedLayout).mask(self._device)
         if self.masked_rows:
@@ -460,12 +459,12 @@ class PaddedBatch(Batch):
 
 
 class PackedBatch(Batch):
-    """n samples one after the other: tensors `(total, …)`, where total is Σ lengths.
+    """n concatenated samples: tensors `(total, …)`, where total is Σ lengths.
 
-    Made by `PackCollate`. `cu_seqlens` and `max_seqlen` are what `flash_attn_varlen_func` and
-    `torch.nn.attention.varlen.varlen_attn` take. Fields of numbers are stacked: `(n,)`. Where the
-    collate pads samples or the total, the padding is in segments of its own, which `cu_seqlens`
-    and `position_ids` count; `lengths` and `num_tokens` do not.
+    Made by `PackCollate`. `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn` take
+    `cu_seqlens` and `max_seqlen`. Fields of numbers are stacked: `(n,)`. If the collate pads
+    samples or the total, the padding forms segments of its own. `cu_seqlens` and `position_ids`
+    include these; `lengths` and `num_tokens` do not.
 
     >>> batch = PackCollate()([{"ids": [7, 8, 9], "label": 0}, {"ids": [4], "label": 1}])
     >>> batch["ids"], batch["label"]
@@ -485,7 +484,7 @@ class PackedBatch(Batch):
     def cu_seqlens(self) -> Tensor:
         """0 and the end of each sample: int32, `(n + 1,)`, on the batch's device.
 
-        Made at each access, without waiting for the device: read it once a batch.
+        It is computed at each access, without waiting for the device: read it once for each batch.
 
         Raises:
             CollateError: no field is ragged.
@@ -506,7 +505,7 @@ class PackedBatch(Batch):
     def position_ids(self) -> Tensor:
         """The position of each element in its own segment: int64, `(total,)`.
 
-        On the batch's device. Computed at each access, without waiting for the device.
+        It is on the batch's device, and computed at each access, without waiting for the device.
         """
         bounds = self._bounds()
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))

@@ -287,45 +287,44 @@ def _read_axes(axes: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadCollate(FieldCollate):
-    """Collates ragged samples into a `PaddedBatch`: every field padded to one shape.
+    """Collates ragged samples into a `PaddedBatch`, in which every field is padded to one shape.
 
     **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested to any depth,
     all of the same structure. **Fields** are tensors, NumPy arrays, lists of numbers (nested lists
-    for more axes), numbers, or strings. A field keeps its dtype; Python's ints become int64,
-    floats the default dtype, bools bool, as in `torch.tensor`. Nothing is guessed: a sample with
-    another dtype, another number of axes or a missing key raises an error that names the field and
-    the sample's position.
+    for more axes), numbers, or strings. A field keeps its dtype; Python's ints become int64, floats
+    the default dtype, bools bool, as in `torch.tensor`. If a sample has another dtype, another
+    number of axes or a missing key, an error names the field and the position of the sample.
 
-    **Each field has a rule.** Fields with axes are padded, numbers stacked, strings listed.
-    `fields` gives other rules:
+    **Each field has a rule.** By default, tensors, arrays and lists are padded, numbers are
+    stacked, and strings are listed. `fields` gives other rules:
 
     - "padded": every axis in which samples differ is padded to the longest: `(n, L, …)`.
-    - "joined": samples one after the other along their first axis: `(Σ lengths, …)`.
-    - "stacked": samples of one fixed shape, `(n, …)`.
-    - "listed": a list of the samples' values, whatever they are.
-    - "optional": samples may lack the key, or have None. Such a sample is an empty one in a padded
-      or joined field, has no row in a stacked one (`batch.present(name)` says which have), and is
-      None in a list. A batch of samples that all lack the field is without it. Together with
-      another rule in a tuple: `("stacked", "optional")`.
+    - "joined": samples are concatenated along their first axis: `(Σ lengths, …)`.
+    - "stacked": samples have one fixed shape: `(n, …)`.
+    - "listed": a list of the samples' values, of any type.
+    - "optional": samples may lack the key, or have None. Such a sample is empty in a padded or
+      joined field, has no row in a stacked field (`batch.present(name)` says which samples have
+      one), and is None in a list. If all samples of a batch lack the field, the batch lacks it,
+      too. Combine it with another rule in a tuple: `("stacked", "optional")`.
 
-    Fields with a rule of their own have their own lengths. All other ragged fields must be equally
-    long in each sample, as a text's ids and labels are: their lengths are the batch's `lengths`,
-    `mask` and `num_tokens`.
+    Fields with a rule in `fields` have their own lengths. All other ragged fields must be equally
+    long in each sample, as ids and labels of a text are. The batch's `lengths`, `mask` and
+    `num_tokens` are about these fields.
 
-    `padding_value`, `side` and `length_axes` are one value for all fields, or a mapping from field
-    to value. A field is named by its key or position, and by a tuple of those if samples are
-    nested. A field that is not in the mapping has the default.
+    `padding_value`, `side` and `length_axes` take one value for all fields, or a mapping from field
+    to value. Name a field by its key or position, and in nested samples by a tuple of these. A
+    field that is not in the mapping has the default.
 
     Inside a `DataLoader` worker the batch is written directly into shared memory.
 
     Args:
         fields: a mapping from field to rule.
-        padding_value: a number, or a function of a sample's own value: `torch.min` for tensors and
-            lists, `np.min` for arrays. The fields `labels` and `attention_mask` pad with -100,
-            which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them;
-            so do those of named tuples, and all fields within `labels`.
-        side: the side of the padding: "right", "left", or the share of it on the left, from 0 to 1;
-            0.5 centres samples.
+        padding_value: a number, or a function of a sample's value, such as `torch.min` for tensors
+            and lists or `np.min` for arrays. Unless a mapping names them, `labels` are padded with
+            -100, which `torch.nn.functional.cross_entropy` ignores, and `attention_mask` with 0,
+            also in named tuples; so are all fields within `labels`.
+        side: the side of the padding: "right", "left", or the share of padding on the left, from 0
+            to 1; 0.5 centres samples.
         length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
             padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
             channels, -1 for channels by time, `()` for a field without a length. A field without
@@ -334,16 +333,16 @@ class PadCollate(FieldCollate):
             that of the sampler or stream: give an int, or the sampler or stream itself, from which
             the int is read once, and with `max_shapes` the shapes: batches are padded to these, and
             missing rows are copies of the batch's shortest sample, masked by labels of -100.
-        row_mask: the loss leaves out rows, or positions, by `batch.row_mask` or `batch.mask`.
-            Without it samples must have integer `labels`, as a loss would count masked rows.
+        row_mask: states that the loss leaves out masked rows, by `batch.row_mask` or `batch.mask`.
+            Otherwise samples must have integer `labels`, since a loss would count masked rows.
         mask: the name, such as "attention_mask", of a field that is added to a batch of dict
             samples: the batch's mask as int64 ones and zeros, as Hugging Face models take it.
-            `PaddedBatch.mask` is the same as bool.
+            `PaddedBatch.mask` is the same mask as bools.
 
     Raises:
         OptionError: an option is invalid.
-        CollateError: when called with samples that cannot form one batch, or without a field that
-            an option names.
+        CollateError: when called, the samples cannot form one batch, or lack a field that an option
+            names.
 
     >>> collate = PadCollate(padding_value={"ids": 9}, side="left", mask="attention_mask")
     >>> batch = collate([{"ids": [1, 2, 3], "labels": [4, 5, 6]}, {"ids": [7], "labels": [8]}])
@@ -391,7 +390,7 @@ class PadCollate(FieldCollate):
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Any, **options: Any) -> PadCollate:
-        """A collate that pads as a tokenizer of transformers does, labels too.
+        """Make a collate that pads as a tokenizer of transformers does, labels too.
 
         Samples are dicts. Token ids are padded with the tokenizer's padding token,
         `token_type_ids` with its type of padding, `special_tokens_mask` with 1, `attention_mask`
@@ -401,13 +400,13 @@ class PadCollate(FieldCollate):
         Args:
             tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
                 its `model_input_names` and `pad_token_type_id` are used where it has them.
-            options: those of `PadCollate`, such as `size_multiple`; what they say comes first, and
-                fields that a mapping does not name are padded as the tokenizer says. One
-                `padding_value` for all is that of fields that the tokenizer does not know.
+            options: options of `PadCollate`, such as `size_multiple`. They override the tokenizer.
+                Fields that a mapping does not name are padded as the tokenizer says; a single
+                `padding_value` is for fields that the tokenizer does not know.
 
         Raises:
             OptionError: the tokenizer has no padding token, or an option is invalid.
-            CollateError: when called with samples that are no dicts of token ids.
+            CollateError: when called, the samples are not dicts of token ids.
 
         >>> from types import SimpleNamespace
         >>> tokenizer = SimpleNamespace(pad_token_id=9, padding_side="left")
@@ -518,43 +517,44 @@ def _add_mask(batch: PaddedBatch, name: str) -> PaddedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackCollate(FieldCollate):
-    """Collates ragged samples without padding, one after the other, into a `PackedBatch`.
+    """Collates ragged samples into a `PackedBatch`: concatenated, without padding.
 
-    Every field is joined along its first axis; its other axes must agree. Samples, fields and
-    their rules are those of `PadCollate`, but fields with axes are joined by
-    default.
+    Every field is concatenated along its first axis; its other axes must agree. Samples, fields and
+    rules are those of `PadCollate`, except that "joined" is the default for tensors, arrays and
+    lists.
 
     Args:
-        fields: as in `PadCollate`: a mapping from field to "joined", "padded", "stacked", "listed"
-            or "optional". Fields with a rule have their own lengths; all others must be equally
-            long in each sample, and `lengths`, `cu_seqlens` and `max_seqlen` are theirs. A padded
+        fields: as in `PadCollate`, a mapping from field to "joined", "padded", "stacked", "listed"
+            or "optional". Fields with a rule have their own lengths. All others must be equally
+            long in each sample; `lengths`, `cu_seqlens` and `max_seqlen` are about these. A padded
             field is padded on the right with 0, labels with -100.
-        layout: `"transformers"` makes a `TransformersBatch` of dict samples: `input_ids`, `labels`
-            and other fields of one value per token in one row, `(1, total)`; `position_ids`,
-            `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx` of its
-            segments; no attention mask, which must be all ones in the samples; and
-            `use_cache=False`. Fields with a rule are not in the row.
-        size_multiple: each sample gets room that is a multiple of it; it must be that of the
-            sampler or stream, and may be read from it, as in `PadCollate`. Padding is 0
-            (-100 in `labels`) and is in segments of its own, which no sample sees; so
-            `cu_seqlens` has more entries than samples, and `lengths` counts without padding.
-        total_multiple: the total is rounded up to a multiple of it, in the same way. It must be
-            that of the cost, `PackedCost(total_multiple=…)`: give an int, or the sampler, stream or
-            cost, from which it is read once. With the budget's number of positions, all batches
-            are equally long.
-        segments: `cu_seqlens` has one entry more than this number in every batch, for compiled
-            models: segments without a sample share the padding of the total, or are empty. It is
-            one more than `max_batch_size` of the sampler or stream, and needs `size_multiple=1`.
-        position_ids_start: the position of each sample's first token in `layout="transformers"`: 0
-            for most models, and `padding_idx + 1` for those like RoBERTa.
-        causal_labels: in `layout="transformers"` labels are those of the next token: the first of
-            each sample is -100, since the last token of the sample before would predict it, and
-            samples without `labels` get their `input_ids`. False leaves labels as they are, for
-            models that do not shift them.
+        layout: `"transformers"` makes a `TransformersBatch` of dict samples. It has `input_ids`,
+            `labels` and other fields with one value per token in one row, `(1, total)`;
+            `position_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and
+            `seq_idx` of its segments; and `use_cache=False`. It has no attention mask; if samples
+            have one, it must be all ones. Fields with a rule are not in the row.
+        size_multiple: each sample is padded to a multiple of it. It must be that of the sampler or
+            stream, and may be read from it, as in `PadCollate`. Padding is 0 (-100 in `labels`). It
+            forms segments of its own, so no sample attends to it. `cu_seqlens` includes these
+            segments, and `lengths` does not count padding.
+        total_multiple: the total is padded to a multiple of it in the same way. It must be that of
+            the cost, `PackedCost(total_multiple=…)`: pass an int, or the sampler, stream or cost,
+            from which it is read once. If it is the budget's number of positions, all batches are
+            equally long.
+        segments: number of segments of every batch, so that `cu_seqlens` always has one entry more,
+            for compiled models. Segments without a sample share the padding of the total, or are
+            empty. It must be one more than `max_batch_size` of the sampler or stream, and needs
+            `size_multiple=1`.
+        position_ids_start: with `layout="transformers"`, the position of each sample's first token:
+            0 for most models, `padding_idx + 1` for models like RoBERTa.
+        causal_labels: with `layout="transformers"`, set the first label of each sample to -100,
+            since the last token of the previous sample must not predict it, and use `input_ids` as
+            the labels of samples without `labels`. False leaves labels as they are, for models that
+            do not shift them.
 
     Raises:
         OptionError: an option is invalid.
-        CollateError: when called with samples that cannot form one batch.
+        CollateError: when called, the samples cannot form one batch.
 
     >>> batch = PackCollate()([torch.ones(2, 4), torch.zeros(3, 4)])
     >>> batch.data.shape, batch.cu_seqlens
@@ -616,7 +616,7 @@ class PackCollate(FieldCollate):
 
 
 class TransformersBatch(PackedMapping):
-    """n samples in one row, `(1, total, …)`: a mapping of what a model of transformers takes.
+    """n samples in one row, `(1, total, …)`: a mapping of arguments of a transformers model.
 
     Made by `PackCollate(layout="transformers")`, for `model(**batch)`. `cu_seqlens`, `max_seqlen`
     and `position_ids` are those of the row's segments, padding included. `lengths` and

@@ -49,8 +49,8 @@ class SkippedSamples(NamedTuple):
     """Samples that are in no micro-batch, over all workers of this rank, since `set_epoch`.
 
     Attributes:
-        oversize: alone over the budget, with `oversize="skip"`.
-        failed: their transform or size raised, with `on_error="skip"`.
+        oversize: number of samples that alone exceed the budget, with `oversize="skip"`.
+        failed: number of samples whose transform or size raised an error, with `on_error="skip"`.
     """
 
     oversize: int
@@ -58,93 +58,100 @@ class SkippedSamples(NamedTuple):
 
 
 class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
-    """Batches of a stream of ragged samples that fit a budget of bytes and fill it.
+    """Yields batches of a stream of ragged samples that fit a budget and fill it.
 
-    Windows of consecutive samples are read, sorted by size and cut into micro-batches, each the
-    longest run whose predicted cost is within the budget. The stream yields whole batches: pass it
-    to a `DataLoader` with `batch_size=None`, and any number of workers.
+    It reads windows of consecutive samples, sorts each by size, and cuts it into micro-batches,
+    each of which is the longest run of samples whose predicted cost is within the budget. It yields
+    whole batches: pass it to a `DataLoader` with `batch_size=None` and any number of workers.
 
-    Every sample comes exactly once an epoch, over all ranks and workers, and every rank has the
-    same number of batches. `split` names how the processes share the source:
+    Every sample is used exactly once in an epoch, over all ranks and workers, and every rank has
+    the same number of batches. `split` says how ranks and workers share the source:
 
-    - `"none"`: all workers of all ranks read the whole source. The windows go to the workers in
-      turn, and the micro-batches of a window are dealt to the ranks. A worker transforms the
-      samples of its own windows only. The default for an iterable, and for a map-style data set,
-      which is shuffled as a whole, and of which each worker reads its own samples only.
-    - `"workers"`: each worker reads its own part, the same on every rank, and the micro-batches of
-      its windows are dealt to the ranks. The default for a list of shards, and for a source that
+    - `"none"`: all workers of all ranks read the whole source. Workers take turns with the windows,
+      and ranks share the micro-batches of each window. A worker transforms only the samples of its
+      own windows. This is the default for an iterable, and for a map-style data set, which is
+      shuffled as a whole, and of which each worker reads only its own samples.
+    - `"workers"`: each worker reads its own part, the same on every rank, and ranks share the
+      micro-batches of its windows. This is the default for a list of shards, and for a source that
       splits itself by worker (a streaming `datasets` dataset).
     - `"ranks"`: each worker of each rank reads its own part. The number of batches per rank is
-      unknown in advance: with several ranks, give `batches_per_epoch`, or `uneven=True` if the loop
-      ends all ranks together, by `stop_together` or by `GradAccumulator.flush`. The default for a
-      function, a webdataset pipeline, and a `datasets` dataset split by node.
+      unknown in advance: on several ranks, pass `batches_per_epoch`, or `uneven=True` if the loop
+      ends all ranks together, by `stop_together` or by `GradAccumulator.flush`. This is the default
+      for a function, a webdataset pipeline, and a `datasets` dataset split by node.
 
     Args:
         source: an iterable that can be iterated again (an `IterableDataset`, a file reader); a
             map-style data set whose sizes are unknown until its samples are read; a function
             `(shard, num_shards)` that returns an iterator; or a list of shards, each an iterable or
             a function without arguments that returns one.
-        cost: bytes of a micro-batch, such as `PaddedCost`; or a predicate
-            `should_add(batch, sample)`, of a list of at least one sample and the next one.
-        budget: a `MemoryBudget`, or the device's bytes; with a predicate `None`, or the
-            host's bytes alone.
-        size: what makes a sample ragged: a field, several, or a function of the sample, as in
-            `sizes_of`. With a predicate, what windows are sorted by, if it is given.
+        cost: bytes of a micro-batch, such as a `PaddedCost`; or a predicate `should_add(batch,
+            sample)`, which says whether a list of at least one sample takes the next sample, too.
+        budget: a `MemoryBudget`, or the device's bytes; with a predicate `None`, or a
+            `MemoryBudget` with the host's bytes only.
+        size: the ragged field, several, or a function of the sample, as in `sizes_of`. With a
+            predicate it may be left out; windows are then not sorted.
         transforms: of each sample, before its size is taken: see `torchbudget.transforms`.
         threads: that apply the transforms in each worker; 0: the worker itself does.
-        window: samples that are read, sorted and cut together, over all ranks that share them.
-            Default: 4,096 for each of them. A larger one pads less.
-        look_ahead: bytes of the samples that wait for their micro-batch in a worker; a window of
-            more is cut in parts. Not counted: the sample that overflowed, two per thread, items
-            that are read together (a 32nd of it), one prefetched per rank and, with several
-            ranks, the last micro-batch. Default: a quarter of
-            the budget's `host`, divided among the workers; without one, no limit.
-        shuffle: shards, and the micro-batches of a window. Otherwise they come longest first.
+        window: number of samples that are read, sorted and cut together, over all ranks that share
+            a window. A larger window pads less. Default: 4,096 for each of these ranks.
+        look_ahead: most bytes of samples that wait for their micro-batch in a worker; a window with
+            more bytes is cut into parts. Not counted: the sample that did not fit any more, two
+            samples per thread, items that are read together (a 32nd of `look_ahead`), one
+            prefetched batch per rank and, on several ranks, the last micro-batch. Default: a
+            quarter of the budget's `host` bytes, divided among the workers; without `host` bytes,
+            no limit.
+        shuffle: shuffle shards, and the micro-batches of a window. Otherwise these come longest
+            first.
         seed: of all randomness, which is a function of (seed, epoch, shard, place within it).
         drop_last: drop the last micro-batch that could still have taken a sample, in each part.
-        batches_per_epoch: batches on each rank; a source that ends earlier starts over.
+        batches_per_epoch: number of batches of an epoch on each rank; a source that ends earlier
+            starts over.
         uneven: ranks may have unequal numbers of batches.
-        collate_fn: makes a batch of a list of samples. Default: `PadCollate` with the same
-            `size_multiple`. The batches of `PadCollate` and `PackCollate` report the lengths of the
-            field that `size` names. One of another
-            library that rounds padded sizes up needs the same `size_multiple`.
+        collate_fn: makes a batch of a list of samples. Default: a `PadCollate` with the same
+            `size_multiple`. Batches of `PadCollate` and `PackCollate` report the lengths of the
+            field that `size` names. If another library's collate rounds padded sizes up, pass the
+            same `size_multiple`.
         max_batch_size: as in `MemoryBudgetBatchSampler`.
         batch_size_multiple: likewise.
         size_multiple: likewise.
         limits: likewise.
         max_shapes: pairs (n, L), as `best_shapes` returns for the sizes of some samples.
-        group: a function of a sample, after its transforms, that returns its label: no micro-batch
-            has samples of two groups, while ranks may have different ones at a time.
-        oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
-            (counted in `skipped_samples`, logged) or `"alone"`.
-        on_error: what becomes of an item whose transform or size raises: `"raise"` an error that
-            names it, or `"skip"` it (counted, logged once). A source that raises ends the epoch.
-        split: how the processes share the source; see above.
+        group: a function that returns the label of a transformed sample. No micro-batch has samples
+            of two groups; ranks may have different groups at the same time.
+        oversize: if a sample alone exceeds the budget, raise an error (`"raise"`), leave it out
+            (`"skip"`; counted in `skipped_samples` and logged), or give it a micro-batch of its own
+            (`"alone"`).
+        on_error: if a transform or `size` raises an error for an item, raise an error that names
+            the item (`"raise"`), or leave it out (`"skip"`; counted and logged once). An error of
+            the source ends the epoch in any case.
+        split: how ranks and workers share the source; see above.
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
             where it is initialized, else 1. A worker takes what its parent saw.
         rank: of this process.
 
     Raises:
-        OptionError: an option, or a pair of options, that cannot hold.
+        OptionError: an option is invalid, or two options cannot be combined.
         BudgetError: the budget does not limit the device, or not the host where it must.
 
     While it is iterated:
 
     Raises:
         SampleError: a sample cannot be read or transformed.
-        SizesError: a sample has no size, or sizes are of another axis than the ragged one, as in
-            `sizes_of`.
-        CostError: a cost that is no vectorised one, or whose capacity does not fit the budget; at
-            the first window.
-        OversizeError: a sample alone is over the budget and `oversize="raise"`.
-        UnevenRanksError: the remaining samples cannot be dealt evenly to the ranks.
+        SizesError: a sample has no size, or the samples are ragged in another axis than the sizes,
+            as in `sizes_of`.
+        CostError: the cost is not vectorised, or its capacity contradicts its bytes; at the first
+            window.
+        OversizeError: a sample alone exceeds the budget, with `oversize="raise"`.
+        UnevenRanksError: the remaining samples cannot be shared so that all ranks have equally many
+            batches.
 
-    After an epoch's last batch the stream goes on to the next epoch by itself; `set_epoch` chooses
-    one. Both reach persistent workers, too.
+    After the last batch of an epoch the stream advances to the next epoch; `set_epoch` chooses one.
+    Both work with persistent workers, too.
 
     Attributes:
         cost: that batches are planned by.
-        size_multiple: `PadCollate(size_multiple=stream)` reads it.
+        size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=stream)` reads
+            it.
         shapes: likewise: pairs (n, L) of rows and padded length; empty without `max_shapes`.
 
     >>> texts = [["a", "bcd", "ef"], ["ghijk"]]  # two shards
@@ -270,11 +277,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return self._settings_now
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank.
+        """Return the number of batches of an epoch on this rank.
 
         Raises:
-            TypeError: it is known with `batches_per_epoch` only.
-            StateError: a framework reads it that goes on from a checkpoint without a position.
+            TypeError: the number is unknown, without `batches_per_epoch`.
+            StateError: a framework that resumes from a checkpoint without a position reads it.
         """
         Caller.find().check_not_resumed()
         batches = self._settings_now.batches_per_epoch
@@ -289,10 +296,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return SkippedSamples(oversize=oversize, failed=failed)
 
     def report(self) -> PlanReport:
-        """Fill and padding of the batches that the last tracked loop of this rank has read so far.
+        """Report the fill and padding of the batches of the last tracked loop on this rank.
 
         Raises:
-            StateError: no batch of a tracked loop came, or a predicate cuts batches.
+            StateError: no tracked loop has read a batch, or a predicate cuts the batches.
         """
         rules = self._settings.rules
         if rules is None or not self._read.shapes:
@@ -310,11 +317,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()`, in every worker, read this epoch.
 
-        If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
-        source goes on where the last epoch ended. Any other epoch begins with a fresh pass.
+        If that is the next epoch anyway, a loaded position is kept, and with `batches_per_epoch`
+        the source continues where the last epoch ended. Any other epoch starts a new pass.
 
         Raises:
-            ShardedTwiceError: it is chosen by a framework that deals these batches again.
+            ShardedTwiceError: a framework that splits these batches again calls it.
         """
         # Workers that it starts raise in the one process that reads: the others wait for ever.
         Caller.find().check_loader(self.num_replicas)
@@ -335,11 +342,12 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[Any]:
-        """Read the epoch from its beginning, or from where a loaded state or a run stands.
+        """Read the epoch from its beginning, or from the position of a loaded state or a run.
 
         Raises:
             OptionError: the loader would collate the batches again.
-            ShardedTwiceError: a framework deals the batches of this rank to its processes again.
+            ShardedTwiceError: a framework splits the batches of this rank among its processes
+                again.
             RankError: as in `tracked`.
         """
         try:
@@ -472,21 +480,21 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     # ------------------------------------------------------------------ runs
 
     def tracked(self, loader: DataLoader[Any]) -> StreamRun:
-        """Begin a loop over a loader of this stream that knows which batches came.
+        """Begin a loop over a loader of this stream that knows which batches it has received.
 
-        After each of them `state_dict()` is the position after it, with any number of workers, that
-        persist or not, in or out of order. The workers send their positions beside the batches,
-        which the loader's `collate_fn` does not see. A loop that is broken off ends its workers,
-        and the next one goes on where it stood.
+        After each batch, `state_dict()` is the position after that batch, with any number of
+        workers, persistent or not, in or out of order. Workers send their positions along with the
+        batches; the loader's `collate_fn` does not see the positions. After a `break` the workers
+        end, and the next tracked loop continues.
 
         Args:
             loader: a `DataLoader` of this stream, with `batch_size=None`.
 
         Raises:
-            OptionError: another loader.
-            RankError: ranks that plan from one source differ in what they plan by, or, at the first
-                batch, in the samples that they read; or one does not come within its process
-                group's timeout. Untracked workers cannot know.
+            OptionError: the loader is not one of this stream.
+            RankError: ranks that share a source have different costs, budgets or options, or read
+                different samples in their first window; or a rank does not begin within the timeout
+                of its process group. Workers of untracked loops cannot notice this.
         """
         kind = type(loader).__name__
         if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
@@ -530,18 +538,18 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     # ------------------------------------------------------------------ position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in plain JSON types, except for the source's own state.
+        """Return the position, in plain JSON types, except for the state of the source.
 
-        Of `tracked(loader)` it is the position after the last batch that came. Without workers, and
-        in each worker of torchdata's `StatefulDataLoader`, it is the position after the last batch
-        that was drawn. A source that has a state of its own goes on by it (`"goes_on_by":
-        "seeking"`), others are skipped through (`"skipping"`).
+        In a loop over `tracked(loader)` it is the position after the last batch that the loop
+        received. Without workers, and in each worker of torchdata's `StatefulDataLoader`, it is the
+        position after the last batch that was drawn. A source with a state of its own continues
+        from it (`"goes_on_by": "seeking"`); any other source starts over and skips (`"skipping"`).
 
         Another number of workers can go on at an epoch's beginning and, where `split` is "none" and
         the loop has no workers, at a window's boundary.
 
         Raises:
-            StateError: workers read ahead, and the loop is not tracked.
+            StateError: workers prefetch batches, and the loop is not tracked.
         """
         self._notice()
         settings, in_worker, at = self._settings, get_worker_info() is not None, self._present[0]
@@ -562,15 +570,15 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
 
-        The state of a process without workers can go on with any number of them, on any number of
-        ranks, and under another budget, cost or look-ahead if it is at a window's boundary; at an
-        epoch's beginning any state can.
+        A state between two windows that was saved without workers loads with any number of workers
+        and ranks, and under another budget, cost or look-ahead. So does any state at the beginning
+        of an epoch.
 
         Raises:
-            StateError: the state is malformed; or, at the next loop, persistent workers had started
-                before it was loaded.
-            StateMismatchError: it is of another stream; or, at the next loop, this process cannot
-                go on from it, or the samples at it are other ones.
+            StateError: the state is malformed; or, at the next loop, persistent workers were
+                started before it was loaded.
+            StateMismatchError: the state belongs to another stream; or, at the next loop, this
+                process cannot continue from it, or reads other samples at its position.
         """
         self._notice()
         state = StreamState.of_plain(state_dict)
@@ -585,7 +593,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         self._loaded = max(chosen, state.epoch)
 
     def close(self) -> None:
-        """End all iterations of this process, their threads, and the files of their sources."""
+        """End all iterations of this process and their threads, and close their sources."""
         for reader in list(self._readers):
             reader.close()
 

@@ -179,8 +179,8 @@ class StreamRun(Run[StreamState]):
 def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
     """Yield the batches of a loader until any rank has none left; then all ranks stop.
 
-    A small collective at each batch, on the host over gloo: the device is not waited for. The
-    remaining batches of other ranks are not read.
+    It runs a small collective for each batch, on the host over gloo, and does not wait for the
+    device. The remaining batches of other ranks are not read.
 
     Args:
         loader: of this rank, or a tracked loop over it.
