@@ -1,7 +1,7 @@
-"""Is the cost of any step right, and how well is it known? Classes that nobody chose for it.
+"""Is a traced cost right, for steps and models of all kinds, and how well is it known?
 
-Question: measured with `method="trace"`, for 28 small steps of all kinds and 20 models of
-transformers: how many of ten shapes a budget that were not used are exact, tested or interpolated,
+Question: 28 small steps of all kinds and 20 models of transformers are measured with
+`method="trace"`. Of ten other shapes for each budget, how many are exact, tested or interpolated,
 and how far is the cost from the truth? Budgets hold 20, 4 and 100 of the longest samples.
 
 Command: PYTHONPATH=. python examples/benchmarks/any_model.py [--budgets K] [--models TEXT …]
@@ -66,17 +66,17 @@ Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, transformers 5.
     most on the frontier ≤ 0.03: 0.023, holds
     most elsewhere ≤ 0.1: 0.083, holds
 
-Each class runs in a process of its own. Truth is a concrete trace of each shape, which shares no
-mended function with the symbolic one; at some shapes also the steps themselves, whose allocations
-torch's profiler counts. Shapes: six sizes on the frontier of each budget, with as many samples as
-it holds; the corners n = 1 at the smallest and the largest size, and two inside. `traced` is the
-largest error of `traced_bytes` where it is called exact; `frontier` and `elsewhere` are the least
-and the largest error of `batch_bytes` against the running maximum of the truth; `steps` is what
-real steps allocated beyond the trace of their shape: buffers inside kernels. `traces` is the time of measuring in concrete
-traces of one of the shapes. A cost without a grid, or one that took over 40 s, is measured once,
-and asked under all budgets. A row of dashes is a class without a cost: its memory depends on
-values. Recorded beside other work. Of the rows that are interpolated, micro-batches, GRU and the
-chunked loss are of the present state of the grid, the others of one before.
+Each step runs in a process of its own. The truth is a concrete trace of each shape, and at some
+shapes a real step, whose allocations torch's profiler counts. The ten shapes are six sizes on the
+frontier, with as many samples as the budget holds; one sample of the smallest and of the largest
+size; and two others. `traced` is the largest error of `traced_bytes` for shapes labelled exact.
+`frontier` and `elsewhere` are the least and the largest error of `batch_bytes` against the running
+maximum of the truth. `steps` is the share that real steps allocated beyond the trace of their
+shape: buffers inside kernels. `traces` is the time of measuring / the time of one concrete trace. A
+cost without a grid, or one that took over 40 s, is measured once for all budgets. A row of dashes
+is a step without a cost, since its memory depends on values. Other work ran at the same time. Among
+the interpolated rows, micro-batches, GRU and the chunked loss are of the present version of the
+grid, the others of an earlier one.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far is an accumulated gradient from the large batch's, here and elsewhere?
+"""How far is an accumulated gradient from that of the large batch?
 
 Question: sixteen texts of unequal lengths in four micro-batches, one optimizer step: how far is the
 gradient that the step takes from that of the mean loss over all labels of the sixteen?
@@ -16,12 +16,12 @@ transformers 5.23.0, float64.
     Trainer, a mean loss of one's own         6.9e+00     4
     GradAccumulator's error ≤ 1e-12: 6.4012e-16, holds
 
-The model is a GPT-2 of 2 layers of width 32 without dropout; the optimizer is plain SGD, so that
-the difference of the parameters is the gradient. Each peer is used as its documentation says: in
-`Accelerate`, `accumulate` around a mean loss; its guide's own weighting, which keeps all the
-micro-batches of a step to count their labels first; and `Trainer` with the model's own loss, which
-is passed that number, and with a loss of the user's that takes no such argument. `kept` is the
-number of micro-batches in memory at a time. Without the peers their rows are left out.
+The model is a GPT-2 of 2 layers of width 32 without dropout. The optimizer is plain SGD, so that
+the change of the parameters shows the gradient. Accelerate is used in two ways of its
+documentation: `accumulate` around a mean loss; and its guide's weighting, which keeps all
+micro-batches of a step to count their labels first. The `Trainer` runs with the model's own loss,
+which gets the number of labels, and with a user's loss that does not take this number. `kept` is
+the number of micro-batches in memory at a time. If a peer is not installed, its rows are left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How much padding is left, and how full are the batches?
 
 Question: for 1,000,000 lengths log-normal(5, 1), clipped to 16 to 4,096, and a budget of 16,384
-padded units, what are padding and fill of micro-batches cut from uniform windows of 4,096? Are they
-those of the plain greedy cut, from the longest down, of the same windows? What do other windows
-and other libraries' samplers give?
+padded units, what are padding and fill of micro-batches cut from uniform windows of 4,096? Do they
+equal those of a plain greedy cut of the same windows, from the longest sample down? What do other
+windows and other libraries' samplers reach?
 
 Command: python examples/benchmarks/padding.py [--samples N] [--peer-samples N] [--json PATH]
 
@@ -29,11 +29,10 @@ transformers 5.24.0, infinibatch 0.1.1, lhotse 1.33.0.
     batches over the budget ≤ 0: 0, holds
     batches / the plain cut's ≤ 1: 1, holds
 
-Figures are computed from the batches as they come. Fixed batches are of the number of samples that
-fits whatever it draws, and of the mean number that ours hold; the latter is also what
-LengthGroupedSampler is given. Infinibatch reads ahead as many samples as a window has. Lhotse runs
-on fewer samples, with 30 buckets and the durations as lengths. The time is to make all batches and
-keep them, measured once.
+All figures are computed from the batches. Random batches have 4 samples, which always fit, or 63,
+the mean number in our batches; LengthGroupedSampler gets 63, too. Infinibatch reads ahead as many
+samples as a window has. Lhotse runs on fewer samples, with 30 buckets and the durations as lengths.
+The time is that of making all batches and keeping them, measured once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How much more do steps on samples of similar lengths scatter than steps on uniform batches?
+"""How much do gradients scatter if the samples of a step have similar lengths?
 
-Question: each of 65,536 samples has one number, its standardised log-length, and the mean over a
-step stands for the step's gradient. Lengths are log-normal(5, 1), clipped to 16 to 4,096, and the
-budget is 16,384 padded tokens. How much do the means of steps scatter?
+Question: the gradient of a sample is one number here, its standardised log-length, and the gradient
+of a step is the mean over its samples. 65,536 lengths are log-normal(5, 1), clipped to 16 to 4,096,
+and the budget is 16,384 padded tokens. How much do the gradients of steps scatter?
 
 Command: python examples/benchmarks/scatter.py [--samples N] [--json PATH]
 
@@ -19,8 +19,8 @@ Hardware: any; the numbers follow from the seed. Python 3.11, torch 2.13.0 CPU, 
     samples_per_step=4,096    4,096.0    0.71    0.011    0.036
     samples_per_step: excess ≤ 1.5: 0.71273, holds
 
-`excess` is the scatter of a step's mean / that of the mean of as many uniform samples. `stretch` is
-the scatter of the mean over consecutive steps of 4,096 samples in all.
+`excess` is the scatter of a step's gradient / that of as many uniform samples. `stretch` is the
+scatter of the mean over consecutive steps with 4,096 samples in all.
 """
 
 from __future__ import annotations

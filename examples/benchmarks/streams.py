@@ -1,7 +1,7 @@
 """How much padding is left in batches of a stream, and how fast are they made?
 
-Question: of samples that a Python generator gives, with at most 20,000 of them waiting at a time
-and 8,192 padded units to a batch, what are padding, fill and time? What do other libraries give at
+Question: a Python generator yields samples, of which at most 20,000 may wait at a time, and a batch
+has at most 8,192 padded units. What are padding, fill and time? What do other libraries reach with
 the same look-ahead?
 
 Command: python examples/benchmarks/streams.py [--samples N] [--lhotse-samples N] [--json PATH]
@@ -41,11 +41,11 @@ infinibatch 0.1.1, lhotse 1.33.0.
 
 `lengths` are log-normal(3.2, 0.8), clipped to 1 to 1,024; `docstrings` are those of Python's
 standard library, eight times in random order, in bytes, cut at 2,048. `by hand` is the
-`IterableDataset` that people write: a buffer that is sorted and cut. Infinibatch's is
-BucketedReadaheadBatchIterator. Lhotse's has 30 buckets and a buffer of 20,000, and runs on fewer
-samples. The time is that of all batches, the median of fifteen turns; `reading` is the generator's
-own. The ratio of speeds is the median of those within each turn. All yield lists of samples, which
-nothing collates.
+`IterableDataset` that people write: a buffer that is sorted and cut. Infinibatch runs its
+BucketedReadaheadBatchIterator, lhotse 30 buckets and a buffer of 20,000, on fewer samples. The time
+is that of all batches, the median of fifteen turns; `reading` is the time of the generator alone.
+The ratio of speeds is the median of the ratios within each turn. All yield lists of samples, which
+are not collated.
 """
 
 from __future__ import annotations
