@@ -214,7 +214,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             drop_last=drop_last,
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
         )
-        self._length_read: tuple[int, int] | None = None  # by a framework's loop
         self._begin_at(Cursor(epoch=0))
 
     def _begin_at(self, place: Cursor, loaded: Mapping[str, Any] | None = None) -> None:
@@ -265,13 +264,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
         Raises:
             StateError: a framework reads it that goes on from a checkpoint without a position.
+            OptionError: a framework reads it once for all epochs, whose numbers of batches differ.
         """
-        caller = Caller.find()
-        caller.check_not_resumed()
-        left = self.batches_left
-        length = self._cursor.done + left
-        self._length_read = caller.length_read(length) or self._length_read
-        return length
+        plan, done = self.plan, self._cursor.done
+        differ = plan.batches_per_epoch is None and (plan.order.shuffle or done > 0)
+        Caller.find().check_length(epochs_differ=differ)
+        return done + self.batches_left
 
     @property
     def batches_left(self) -> int:
@@ -329,7 +327,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
             OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; or a framework
-                has read `len` once, and this epoch has more batches, or counts epochs anew.
+                counts epochs anew.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
@@ -343,9 +341,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         at = {name: getattr(cursor, name) for name in PLACE}
         at |= {"batches_per_epoch": plan.batches_per_epoch, "done_of_groups": str(cursor.groups)}
         check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
-        caller.check_length(
-            self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
-        )
         run = self._beginning
         iterator = _Iteration(
             self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead

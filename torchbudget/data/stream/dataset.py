@@ -276,7 +276,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             TypeError: it is known with `batches_per_epoch` only.
             StateError: a framework reads it that goes on from a checkpoint without a position.
         """
-        Caller.find().check_not_resumed()
+        Caller.find().check_length(epochs_differ=False)
         batches = self._settings_now.batches_per_epoch
         if batches is None:
             raise TypeError("the length of a stream is known with batches_per_epoch only")
