@@ -690,26 +690,18 @@ def _causal(fields: dict[str, Tensor], layout: Any) -> Tensor:
 
 def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
     """The fields of a row, and the ends of its segments as a model takes them."""
+    row = TransformersBatch(fields, arrangement)
     layout: Any = arrangement.layouts[(IDS,)]
-    bounds = layout.bounds
-    lengths = np.diff(bounds)
-    device = fields[IDS].device
-    segments = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(layout.shape[-1]) - bounds[segments] + layout.rule.first_position
-    cu_seq_lens = _tensor(bounds, torch.int32, device)
-    longest = int(lengths.max(initial=0))
+    lengths = np.diff(layout.bounds)
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     made = {
-        "position_ids": _tensor(positions[None], torch.int64, device),
-        "cu_seq_lens_q": cu_seq_lens,
-        "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": _tensor(segments[None], torch.int32, device),
+        "position_ids": row.position_ids[None] + layout.rule.first_position,
+        "cu_seq_lens_q": row.cu_seqlens,
+        "cu_seq_lens_k": row.cu_seqlens,
+        "max_length_q": row.max_seqlen,
+        "max_length_k": row.max_seqlen,
+        "seq_idx": on_device(segments[None], fields[IDS].device),
         # With a cache, models do not look for segments in position_ids, and samples see each other.
         "use_cache": False,
     }
     return TransformersBatch(fields | made, arrangement)
-
-
-def _tensor(values: IntArray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return new_tensor(values.shape, dtype).copy_(torch.from_numpy(values)).to(device)

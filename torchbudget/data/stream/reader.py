@@ -233,7 +233,7 @@ class Reader:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
-            self._generators = Place.put_aside()
+            self._generators = Place.now()
             torch_worker._worker_info = before
         if items and self.state is not None and self.state["position"] == self._read:
             self.state.setdefault("item", _digest(items[0]))
