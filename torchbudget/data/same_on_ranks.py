@@ -65,18 +65,18 @@ def _may_compare() -> bool:
 
 
 def _raise_difference(facts: list[dict[str, Any]]) -> None:
-    names = dict.fromkeys(name for each in facts for name in each)
-    found = []
-    for name in names:
-        values = [each.get(name) for each in facts]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            meaning = MEANING.get(name, name)
-            found.append(f"{meaning}: {values[0]!r} on rank 0, {values[other]!r} on rank {other}")
-    if found:
-        raise RankError(
-            "ranks would share out samples that differ, so that some would come twice and others "
-            f"never: {'; '.join(found)}. Make them the same on all ranks: cost, budget = "
-            "agree(cost, budget) takes rank 0's cost and the smallest budget. If they are to "
-            "differ, say which part each reads, by num_replicas and rank"
+    first = facts[0]
+    for rank, other in enumerate(facts):
+        found = "; ".join(
+            f"{MEANING.get(name, name)}: {first.get(name)!r} on rank 0, {other.get(name)!r} on "
+            f"rank {rank}"
+            for name in first | other
+            if first.get(name) != other.get(name)
         )
+        if found:
+            raise RankError(
+                "ranks would share out samples that differ, so that some would come twice and "
+                f"others never: {found}. Make them the same on all ranks: cost, budget = "
+                "agree(cost, budget) takes rank 0's cost and the smallest budget. If they are to "
+                "differ, say which part each reads, by num_replicas and rank"
+            )

@@ -61,11 +61,13 @@ class Arrangement:
         layouts: of every field, by the path from the batch's data to it; in the order of
             `put_together`. Fields share layouts.
         measured: the path of the field whose lengths are the batch's.
+        masked_rows: rows after the samples that fill up a shape.
     """
 
     num_samples: int
     layouts: Mapping[FieldPath, Layout]
     measured: FieldPath
+    masked_rows: int = 0
 
     def fields(self, data: Any) -> list[Any]:
         """The value of every field in a batch's data."""
@@ -320,7 +322,7 @@ class Batch:
                 value = layout.filled(value, own_padding(path) or 0)
             values.append(value)
             layouts[path] = layout
-        part = replace(known, num_samples=stop - start, layouts=layouts)
+        part = replace(known, num_samples=stop - start, layouts=layouts, masked_rows=0)
         return type(self)(self._structured(values), part)
 
     def _structured(self, values: Iterable[Any]) -> Any:
@@ -432,11 +434,7 @@ class PaddedBatch(Batch):
     @property
     def masked_rows(self) -> int:
         """The rows after the samples that fill up a shape of `max_shapes`: see `PadCollate`."""
-        known = self._arrangement
-        layout = None if known is None else known.layouts[known.measured]
-        if known is None or not isinstance(layout, PaddedLayout):
-            return 0
-        return layout.shape[0] - known.num_samples
+        return 0 if self._arrangement is None else self._arrangement.masked_rows
 
     @property
     def row_mask(self) -> Tensor:

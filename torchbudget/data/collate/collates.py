@@ -75,34 +75,41 @@ _MADE: Final = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"
                 "seq_idx", "use_cache")  # fmt: skip
 
 
+def _read_rule(rule: Any) -> tuple[str, ...]:
+    words = rule if isinstance(rule, tuple) else (rule,)
+    layouts = [word for word in words if word in RULES]
+    if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
+        raise OptionError(
+            'fields must be a mapping from field to rule, which is "padded", "joined", "stacked", '
+            f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
+        )
+    return words
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldCollate:
     """The base of `PadCollate` and `PackCollate`, which explain the options."""
 
-    fields: Mapping[Any, Rule] | None = None
+    fields: Mapping[Any, Rule] = field(default_factory=dict)
     _ids: str | None = field(default=None, repr=False)  # the field whose lengths are the batch's
     _row: RowRule = field(default=RowRule(), init=False, repr=False)  # of fields without a rule
 
     # Each option that may have a value per field, and the function that checks one.
-    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {"fields": _read_rule}
     _ragged: ClassVar[str] = ""  # the rule of ragged fields without one
     # The batches of samples that are neither dicts nor tuples, of dicts, of tuples.
     _kinds: ClassVar[tuple[type[Batch], type[Batch], type[Batch]]]
 
     def __post_init__(self) -> None:
         """Read every option once, so that an invalid one fails here and not in a worker."""
-        if self.fields is not None and not isinstance(self.fields, Mapping):
+        if not isinstance(self.fields, Mapping):
             raise OptionError(f"fields must be a mapping from field to rule, got {self.fields!r}")
-        for option, read in self._readers().items():
+        for option, read in self._per_field.items():
             given = getattr(self, option)
             is_mapping = isinstance(given, Mapping)
             # A copy: later changes to the caller's mapping must not change a frozen value.
             kept = {k: read(v) for k, v in given.items()} if is_mapping else read(given)
             object.__setattr__(self, option, kept)
-
-    def _readers(self) -> dict[str, Callable[[Any], Any]]:
-        rules = {} if self.fields is None else {"fields": _read_rule}
-        return {**rules, **self._per_field}
 
     def _collate(self, samples: Sequence[Any], length: int = 0) -> Any:
         """Make a batch of the class that fits its samples, of which there is at least one.
@@ -115,7 +122,7 @@ class FieldCollate:
             CollateError: the samples cannot form one batch; or an option names a field that the
                 samples do not have.
         """
-        rules: dict[FieldPath, Any] = {path_of(n): rule for n, rule in (self.fields or {}).items()}
+        rules: dict[FieldPath, Any] = {path_of(n): rule for n, rule in self.fields.items()}
         structure, fields = take_apart(samples, rules)
         optional = [path for path, rule in rules.items() if OPTIONAL in rule]
         self._check_names([*(one.path for one in fields), *optional])
@@ -170,7 +177,7 @@ class FieldCollate:
 
     def _check_names(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` where an option names a field that the samples do not have."""
-        for option in self._readers():
+        for option in self._per_field:
             given = getattr(self, option)
             for name in given if isinstance(given, dict) else ():
                 find_path(name, paths, option)
@@ -238,17 +245,6 @@ def of_field(option: Any, path: FieldPath, default: Any) -> Any:
     if not isinstance(option, dict):
         return option
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
-
-
-def _read_rule(rule: Any) -> tuple[str, ...]:
-    words = rule if isinstance(rule, tuple) else (rule,)
-    layouts = [word for word in words if word in RULES]
-    if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
-        raise OptionError(
-            'fields must be a mapping from field to rule, which is "padded", "joined", "stacked", '
-            f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
-        )
-    return words
 
 
 class TokenizerRules(NamedTuple):
@@ -374,6 +370,7 @@ class PadCollate(FieldCollate):
     _ragged: ClassVar[str] = "padded"
     _kinds: ClassVar = (PaddedBatch, PaddedMapping, PaddedSequence)
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "fields": _read_rule,
         "padding_value": _read_value,
         "side": _read_side,
         "length_axes": _read_axes,
@@ -481,7 +478,7 @@ class PadCollate(FieldCollate):
                 "loss leave those rows out by batch.row_mask or batch.mask, and say so by "
                 "PadCollate(row_mask=True)"
             )
-        return type(batch)(batch.data, replace(known, num_samples=n))
+        return type(batch)(batch.data, replace(known, num_samples=n, masked_rows=rows - n))
 
     def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
         """See `FieldCollate._padding`."""

@@ -8,8 +8,6 @@ of the seed, the epoch and the place alone; and the process that reads keeps its
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +20,7 @@ from torchbudget.plan.permutation import Stream, shuffled_keys
 _CHUNK: Final = 1024
 
 
-class Place(NamedTuple):
+class GeneratorStates(NamedTuple):
     """The states of the global generators."""
 
     python: Any
@@ -30,13 +28,13 @@ class Place(NamedTuple):
     torch: Tensor
 
     @classmethod
-    def now(cls) -> Place:
+    def now(cls) -> GeneratorStates:
         """Return the present states."""
         numpy = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy, torch.default_generator.get_state())
 
     @classmethod
-    def of_source(cls, *key: int) -> Place:
+    def of_source(cls, *key: int) -> GeneratorStates:
         """Return the place at which a source begins to draw: a function of `key`."""
         [word] = shuffled_keys(*key, Stream.SHARDS, numbers=np.array([0])).tolist()
         return cls(
@@ -60,16 +58,6 @@ def seed_generators(word: int) -> None:
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
     torch.default_generator.manual_seed(word)
-
-
-@contextmanager
-def numbers_put_aside() -> Iterator[None]:
-    """Keep the process's own numbers while a stream reads and transforms inside."""
-    place = Place.now()
-    try:
-        yield
-    finally:
-        place.restore()
 
 
 def sample_seed(shard: int, place: int, *key: int) -> int:

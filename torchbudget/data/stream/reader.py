@@ -18,7 +18,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.data.stream.cursor import StreamCursor
-from torchbudget.data.stream.generators import Place
+from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
 from torchbudget.plan.permutation import Permutation, Stream
@@ -66,7 +66,6 @@ class Reader:
     Attributes:
         state: of the source where the present window begins, its position there, and a fingerprint
             of the item after it; `None`: it has none.
-        sought: the source went to a position by its state.
         read_bytes: of the items that were counted.
     """
 
@@ -75,7 +74,7 @@ class Reader:
     def __init__(
         self,
         shards: Sequence[tuple[int, Any]],
-        generators: Place,
+        generators: GeneratorStates,
         *,
         worker: int | None = None,
         source: Any = None,
@@ -91,7 +90,6 @@ class Reader:
         self._opened: Iterator[Any] | None = None  # of the shard that is read
         self._ahead: list[Any] = []  # of the next window
         self.state: dict[str, Any] | None = None
-        self.sought = False
         self.read_bytes = 0
         self._moved = None if source is None else id(source)
         if self._moved is not None:
@@ -180,7 +178,7 @@ class Reader:
         """
         saved = cursor.source
         if self._source is not None and saved is not None:
-            self._read, self.state, self.sought = saved["position"], saved, True
+            self._read, self.state = saved["position"], saved
             with suppress(Exception):  # of the source: its state is not right, either
                 self._source.load_state_dict(copy.deepcopy(saved["source"]))
                 self._ahead = self._some(1)
@@ -233,7 +231,7 @@ class Reader:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
-            self._generators = Place.now()
+            self._generators = GeneratorStates.now()
             torch_worker._worker_info = before
         if items and self.state is not None and self.state["position"] == self._read:
             self.state.setdefault("item", _digest(items[0]))

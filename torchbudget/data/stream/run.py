@@ -106,7 +106,7 @@ class StreamRun(Run[StreamState]):
         self._stream, self._loader, self._settings = stream, loader, stream._settings
         rules = self._settings.rules
         self._check = None if rules is None else SizeCheck(rules, None)
-        self._compared, self._has_ended = self._settings.ranks == 1, False
+        self._has_ended = False
         self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -137,9 +137,8 @@ class StreamRun(Run[StreamState]):
                 "a batch came without its position: the stream's __iter__ must return what "
                 "super().__iter__() yields, one batch for each, as soon as it is called"
             )
-        if not self._compared:
+        if self._settings.ranks > 1:
             check_same_samples(self._stream._ranks, came.worker, came.sizes)
-            self._compared = True
         padded_size, number = came.planned
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
         if self._check is not None and padded_size is not None:

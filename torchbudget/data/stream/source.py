@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torchbudget.checks import check_call
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
-from torchbudget.data.stream.generators import Place
+from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
@@ -67,7 +67,7 @@ class Source:
         sees_worker = self.knows_workers and self.split != "none"
         return Reader(
             self.shards(slot, *key),
-            Place.of_source(self.seed, *key, part),
+            GeneratorStates.of_source(self.seed, *key, part),
             worker=slot.worker if sees_worker else None,
             source=self.data if self.has_states else None,
             seeks=self.seeks,
@@ -81,6 +81,11 @@ class Source:
     def may_seek(self) -> bool:
         """True if a position is found without reading the items before it."""
         return self.seeks and self.has_states
+
+    def skips_from_now_on(self) -> bool:
+        """Do not use its own state any more, which was wrong; whether it was used before."""
+        used, self.seeks = self.seeks and self.has_states, False
+        return used
 
     @property
     def has_states(self) -> bool:

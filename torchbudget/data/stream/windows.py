@@ -20,7 +20,7 @@ from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis
 from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
-from torchbudget.data.stream.generators import numbers_put_aside, sample_seed, seed_generators
+from torchbudget.data.stream.generators import GeneratorStates, sample_seed, seed_generators
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.data.stream.source import Settings
@@ -138,9 +138,8 @@ class Windows:
             uneven, at = None, buffered.cursor
             checksum = crc32(cuts, buffered.checksum)
             if expected not in (None, checksum):
-                if not self._settings.source.may_seek:
+                if not self._settings.source.skips_from_now_on():
                     raise StateMismatchError(_OTHER.format(f"the window at item {at.start} has"))
-                self._settings.source.seeks = False  # it is skipped through from now on
                 parts.close()
                 yield from self.micro_batches(start)
                 return
@@ -266,9 +265,8 @@ class Windows:
                 self._check_before(reader, cursor, pipeline)
             except StateMismatchError:
                 reader.close()
-                if not reader.sought:
+                if not self._settings.source.skips_from_now_on():
                     raise
-                self._settings.source.seeks = False  # it is skipped through from now on
             else:
                 return reader
 
@@ -414,9 +412,12 @@ class Windows:
 
 
 def _next_of(parts: Iterator[BufferedSamples]) -> BufferedSamples | None:
-    """Return the next part, which is read while the process's own numbers are put aside."""
-    with numbers_put_aside():
+    """Return the next part; the process keeps its own random numbers while it is read."""
+    own = GeneratorStates.now()
+    try:
         return next(parts, None)
+    finally:
+        own.restore()
 
 
 def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[Found]:
