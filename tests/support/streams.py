@@ -104,7 +104,7 @@ class OneProcess:
 
     def state_dict(self) -> dict[str, Any]:
         at = (self._new_reader() if self.reader is None else self.reader).standing
-        return at.state.to_plain(seeks=self.stream._settings.source.may_seek)
+        return at.state.to_plain(seeks=self.stream._source.may_seek)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.set_epoch(state["epoch"])  # an end of it stays one, as in a worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils import fetch
@@ -51,20 +51,6 @@ _LOOPS: Final = {
 }
 
 
-class LengthReader(NamedTuple):
-    """A framework's loop that reads the number of batches, without an adapter between.
-
-    Attributes:
-        framework: whose it is.
-        instead: the adapter or option that needs no number of batches.
-        resumed: the argument by which a training was given a checkpoint; `None`: it was given none.
-    """
-
-    framework: str
-    instead: str
-    resumed: str | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """The code that iterates a sampler or stream, asks for its length, or chooses its epoch.
@@ -75,14 +61,16 @@ class Caller:
         reads_ahead: a plain `DataLoader` with workers, which draws batches before its loop takes
             them.
         wrappers: loaders of frameworks around it, with their modules.
-        reader: the framework's loop that asks for the length; `None`: another caller.
+        reader: the framework that asks for the length without an adapter between; the adapter or
+            option that needs no length; and the argument by which the framework was given a
+            checkpoint, or `None`. `None`: another caller.
     """
 
     batches_again: bool
     loader: Any
     reads_ahead: bool
     wrappers: tuple[tuple[str, Any], ...]
-    reader: LengthReader | None
+    reader: tuple[str, str, str | None] | None
 
     @classmethod
     def find(cls) -> Caller:
@@ -99,7 +87,7 @@ class Caller:
         loader = frame.f_locals.get("loader") if name == DataLoader.__module__ else None
         batches_again = name == BatchSampler.__module__ or fetches
         wrappers: list[tuple[str, Any]] = []
-        reader: LengthReader | None = None
+        reader: tuple[str, str, str | None] | None = None
         wrap = [name for name in _SHARDING if name in sys.modules]
         loops = [name for name in _LOOPS if name in sys.modules]
         by_adapter = False
@@ -197,7 +185,8 @@ def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
             )
 
 
-def _reader_in(frame: FrameType, module: str) -> LengthReader:
+def _reader_in(frame: FrameType, module: str) -> tuple[str, str, str | None]:
+    """See `Caller.reader`."""
     _, function, argument, instead = _LOOPS[module]
     framework, resumed = module.partition(".")[0], None
     if framework != "transformers" or not frame.f_locals["self"].args.ignore_data_skip:
@@ -207,4 +196,4 @@ def _reader_in(frame: FrameType, module: str) -> LengthReader:
             if around.f_code.co_name == function and package == framework:
                 resumed = None if around.f_locals.get(argument) is None else argument
             around = around.f_back
-    return LengthReader(framework, instead, resumed)
+    return framework, instead, resumed

@@ -6,9 +6,10 @@ batches came. A run takes one record for each of them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, TypeVar
 
 from torch.utils.data import DataLoader
@@ -24,7 +25,7 @@ _KEPT: Final = 3
 _ENDED: Final = object()
 
 
-class Run(Iterator[Any], ABC, Generic[Place]):
+class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
     """One loop over a loader; `tracked` of a sampler or a stream returns one.
 
     While a run is open, other loops over its sampler or stream change nothing; of several runs the
@@ -119,9 +120,6 @@ class Run(Iterator[Any], ABC, Generic[Place]):
         """End the run where it stands."""
         self._batches = None  # ends workers that do not persist
         self._runs.discard(self)
-
-    def __enter__(self) -> Run[Place]:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -108,10 +108,12 @@ class SampleCache(Dataset[Any]):
         # The room only shrinks: a sample that found none is not tried again.
         if self._places[number]:
             return
+        pickled = io.BytesIO()
         try:
-            pickled = _pickled(sample, self.budget - self.nbytes)
+            _Pickler(pickled, self.budget - self.nbytes).dump(sample)
+            size = pickled.tell()
         except _NoRoomError:
-            pickled = None
+            size = self.budget
         except Exception as error:
             raise SampleError(
                 f"sample {number}, of type {type(sample).__name__}, cannot be pickled, as a cache "
@@ -123,13 +125,12 @@ class SampleCache(Dataset[Any]):
             start = self._table + int(self._head["used"])
             if self._places[number]:
                 return
-            if pickled is None or start + pickled.nbytes > self.budget:
+            if start + size > self.budget:
                 self._places[number] = _NO_ROOM
                 return
-            stop = start + pickled.nbytes
-            memory[start:stop] = pickled
+            memory[start : start + size] = pickled.getbuffer()
             # The place is written last, as one word: killed before that, the sample is not kept.
-            self._head["used"] = stop - self._table
+            self._head["used"] = start + size - self._table
             self._places[number] = start
 
     def _count(self, kind: str) -> None:
@@ -173,20 +174,12 @@ class _NoRoomError(Exception):
     """An array has more bytes than there is room for."""
 
 
-def _pickled(sample: Any, room: int) -> memoryview:
-    """The bytes of a pickled sample.
+class _Pickler(pickle.Pickler):
+    """Pickles plain tensors as arrays, without the storage around them.
 
     Raises:
         _NoRoomError: an array has more bytes than `room`.
-        Exception: as raised by pickling.
     """
-    file = io.BytesIO()
-    _Pickler(file, room).dump(sample)
-    return file.getbuffer()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as arrays, without the storage around them."""
 
     def __init__(self, file: io.BytesIO, room: int) -> None:
         super().__init__(file, protocol=5)

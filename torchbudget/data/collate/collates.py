@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -247,13 +247,6 @@ def of_field(option: Any, path: FieldPath, default: Any) -> Any:
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
 
 
-class TokenizerRules(NamedTuple):
-    """How a tokenizer pads: the side, and the padding value of fields by their names."""
-
-    side: float
-    padding: dict[str, Any]
-
-
 def _read_value(value: Any) -> Any:
     if not callable(value) and not isinstance(value, (int, float)):
         raise OptionError(
@@ -364,7 +357,8 @@ class PadCollate(FieldCollate):
     size_multiple: int | HasSizeMultiple = 1
     row_mask: bool = False
     mask: str | None = None
-    _tokenizer: TokenizerRules | None = field(default=None, repr=False)
+    _own_side: float = field(default=0.0, repr=False)  # of fields that `side` does not name
+    _own_padding: Mapping[Any, Any] = field(default_factory=lambda: OWN_PADDING, repr=False)
     _shapes: tuple[tuple[int, int], ...] = field(default=(), init=False, repr=False)
 
     _ragged: ClassVar[str] = "padded"
@@ -432,7 +426,7 @@ class PadCollate(FieldCollate):
         mask = ATTENTION_MASK if ATTENTION_MASK in others else None
         # A mapping of no fields: all are padded as the tokenizer says.
         defaults: dict[str, Any] = {"side": side, "padding_value": {}, "mask": mask}
-        return cls(**defaults | options, _ids=ids, _tokenizer=TokenizerRules(side, padding))
+        return cls(**defaults | options, _ids=ids, _own_side=side, _own_padding=padding)
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
@@ -463,10 +457,9 @@ class PadCollate(FieldCollate):
             shortest = samples[int(batch.lengths.argmin())]
             batch = self._collate([*samples, *[shortest] * (rows - n)], length)
         known = batch._known
-        padding = OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
         fields = zip(known.layouts.items(), known.fields(batch.data), strict=True)
         for (path, layout), value in fields:
-            is_label = own_padding(path, padding) == IGNORED_LABEL
+            is_label = own_padding(path, self._own_padding) == IGNORED_LABEL
             if is_label and isinstance(value, Tensor) and value.dtype in _SIGNED:
                 found = True
                 if rows > n:
@@ -485,10 +478,9 @@ class PadCollate(FieldCollate):
         named = of_field(self.length_axes, field.path, (0,))
         axes = tuple(dict.fromkeys(axis % ndim for axis in named if -ndim <= axis < ndim))
         multiple: Any = self.size_multiple  # an int, once it was read
-        tokenizer = self._tokenizer or TokenizerRules(0.0, OWN_PADDING)
-        rule = PaddingRule(of_field(self.side, field.path, tokenizer.side), multiple, axes)
+        rule = PaddingRule(of_field(self.side, field.path, self._own_side), multiple, axes)
         given: Any = self.padding_value
-        own = own_padding(field.names, tokenizer.padding)
+        own = own_padding(field.names, self._own_padding)
         if isinstance(given, dict):
             return rule, of_field(given, field.path, own or 0)
         return rule, given if own is None else own

@@ -103,9 +103,8 @@ class StreamRun(Run[StreamState]):
     """
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
-        self._stream, self._loader, self._settings = stream, loader, stream._settings
-        rules = self._settings.rules
-        self._check = None if rules is None else SizeCheck(rules, None)
+        self._stream, self._loader = stream, loader
+        self._check = None if stream._rules is None else SizeCheck(stream._rules, None)
         self._has_ended = False
         self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)
@@ -137,7 +136,7 @@ class StreamRun(Run[StreamState]):
                 "a batch came without its position: the stream's __iter__ must return what "
                 "super().__iter__() yields, one batch for each, as soon as it is called"
             )
-        if self._settings.ranks > 1:
+        if self._stream._window_ranks > 1:
             check_same_samples(self._stream._ranks, came.worker, came.sizes)
         padded_size, number = came.planned
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
@@ -146,17 +145,17 @@ class StreamRun(Run[StreamState]):
             self._read.shapes[(number, *padded_size)] += 1
             self._read.real += float(getattr(batch, "lengths", _UNKNOWN).sum())
         place = self.last.moved(came.worker, came.cursor)
-        return place.following(self._settings.batches_per_epoch), batch
+        return place.following(self._stream._batches_per_epoch), batch
 
     def _end(self) -> StreamState:
         self._has_ended, place = True, self.last
         if place.epoch == self._start.epoch:
-            place = place.following(self._settings.batches_per_epoch, ended=True)
+            place = place.following(self._stream._batches_per_epoch, ended=True)
         self._sending.ended = place
         return place
 
     def _state(self, place: StreamState) -> dict[str, Any]:
-        return place.to_plain(seeks=self._settings.source.may_seek)
+        return place.to_plain(seeks=self._stream._source.may_seek)
 
     def close(self) -> None:
         """End the run where it stands; workers that persist end if it was broken off."""
