@@ -108,7 +108,7 @@ class Caller:
         )
 
     def check_loader(self, num_replicas: int) -> None:
-        """Raise where a loader would lose or repeat batches.
+        """Raise if a loader would lose or repeat batches.
 
         Raises:
             OptionError: torch would batch them again; or Accelerate's loader keeps a position of
@@ -134,7 +134,7 @@ class Caller:
                 )
 
     def check_length(self, *, epochs_differ: bool) -> None:
-        """Raise where a framework that asks for the number of batches would lose or repeat some.
+        """Raise if a framework that asks for the number of batches would lose or repeat some.
 
         Lightning begins its loader before it chooses the epoch, and reads ahead of a
         `StatefulDataLoader`'s state. The Trainer counts epochs and batches back from its steps, by

@@ -39,7 +39,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
         self._source = source
-        self._runs = source._runs  # replaced where a position is chosen: then this run is over
+        self._runs = source._runs  # replaced when a position is chosen: then this run is over
         source._beginning = self
         try:
             self._batches: Iterator[Any] | None = iter(loader)
@@ -61,7 +61,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
 
     @abstractmethod
     def _end(self) -> Place:
-        """Return the place after the loader's end; raise where batches are missing."""
+        """Return the place after the loader's end; raise if batches are missing."""
 
     @abstractmethod
     def _state(self, place: Place) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
 
 
 def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
-    """Warn the caller of `set_epoch` where samples would be lost, or come again.
+    """Warn the caller of `set_epoch` if samples would be lost, or come again.
 
     Args:
         loaded: the epoch in which the state stands.

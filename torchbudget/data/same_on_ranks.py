@@ -14,10 +14,10 @@ from torchbudget.plan.fingerprint import MEANING
 
 
 def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise where ranks plan by other facts: a collective, at a first loop.
+    """Raise if ranks plan by different facts: a collective, at the first loop.
 
-    Nothing happens where ranks were given by hand, in a `DataLoader`'s worker, and in other threads
-    than the main one, whose collectives could get between those of a training step.
+    Nothing happens if ranks were given by hand, in a `DataLoader`'s worker, or in another thread
+    than the main one, whose collectives could come between those of a training step.
 
     Args:
         ranks: that share samples.
@@ -33,7 +33,7 @@ def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]
 
 
 def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:
-    """Raise where ranks have read other samples from one source: a collective, at a first batch.
+    """Raise if ranks have read different samples from one source: a collective, at the first batch.
 
     Args:
         ranks: that share each window.
@@ -59,7 +59,7 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
 
 
 def _may_compare() -> bool:
-    """Whether this is where a collective does not get between those of a training step."""
+    """Return true if a collective here cannot come between those of a training step."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     return in_main_thread and get_worker_info() is None
 

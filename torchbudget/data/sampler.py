@@ -60,7 +60,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             alone), and ranks are balanced by their sums over a step.
         window: samples that are chosen, sorted and cut together, over all ranks. Default:
             `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
-            each where that is more; but at most a quarter of a shuffled epoch, so that epochs
+            each if that is more; but at most a quarter of a shuffled epoch, so that epochs
             differ, unless that is less than 8 micro-batches on each. A larger one pads less, and
             makes the samples of a micro-batch more alike.
         shuffle: take samples at random. Otherwise windows follow the data set's order and their
@@ -96,13 +96,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
             measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
             Without `samples_per_step` ranks wait every round: a round is one run of the sorted
-            window, of which rank r takes every R-th sample, where that takes less time. Default:
+            window, of which rank r takes every R-th sample, if that takes less time. Default:
             the cost itself.
         batches_per_epoch: micro-batches of an epoch on each rank. The next epoch goes on in the
             order where the last one ended, and data that ends starts over. Default: an epoch is one
             pass over the data. Not with `samples_per_step`.
         num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
-            whenever they are needed, where it is initialised, else 1. Ranks that measured or
+            whenever they are needed, if it is initialised, else 1. Ranks that measured or
             detected for themselves call `agree(cost, budget)` first.
         rank: of this process. Default: that of `torch.distributed`, else 0.
 
@@ -281,7 +281,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     @property
     def steps_left(self) -> int:
-        """Optimizer steps that the next `iter()` begins, where `samples_per_step` makes them."""
+        """Optimizer steps that the next `iter()` begins, if `samples_per_step` makes them."""
         return self.plan.windows_left(self._cursor)
 
     @property
@@ -331,7 +331,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
-                in the main thread, where `num_replicas` was not given.
+                in the main thread, if `num_replicas` was not given.
         """
         caller = Caller.find()
         caller.check_loader(self.num_replicas)
@@ -533,7 +533,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return self.plan.report(self._cursor)
 
     def check_dataset(self, dataset: Any) -> None:
-        """Raise an `OptionError` where a data set has not one sample for each size."""
+        """Raise an `OptionError` if a data set has not one sample for each size."""
         sizes = self._plan.order.dataset_length
         if isinstance(dataset, Sized) and len(dataset) != sizes:
             raise OptionError(

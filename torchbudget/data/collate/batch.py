@@ -125,7 +125,7 @@ class Batch:
 
     @property
     def data(self) -> Any:
-        """The plain structure: a dict, a tuple (a named tuple where the samples were) or a tensor.
+        """The plain structure: a dict, a tuple (a named tuple if the samples were) or a tensor.
 
         Nested as the samples were. Texts are lists of `str`.
         """
@@ -178,7 +178,7 @@ class Batch:
         """Which samples have a field, which may be optional: bool, `(n,)`, on the CPU.
 
         Args:
-            field: a name or a position; a tuple of those where samples are nested.
+            field: a name or a position; a tuple of those if samples are nested.
         """
         known = self._known
         layout = known.layouts.get(path_of(field))
@@ -233,7 +233,7 @@ class Batch:
         Args:
             device: as in `torch.Tensor.to`; a dtype too.
             dtype: of the fields of floating-point numbers.
-            non_blocking: return before the copy from pinned memory is done; ignored where the
+            non_blocking: return before the copy from pinned memory is done; ignored if the
                 copy could then be read too early, as on the way to the CPU.
 
         Raises:
@@ -266,7 +266,7 @@ class Batch:
         the mask of the sources and `batch.measured_by("target").mask` that of the targets.
 
         Args:
-            field: a name or a position; a tuple of those where samples are nested.
+            field: a name or a position; a tuple of those if samples are nested.
 
         Raises:
             CollateError: there is no such field, or it is not ragged.

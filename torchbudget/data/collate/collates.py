@@ -176,7 +176,7 @@ class FieldCollate:
         return PaddingRule(), own_padding(field.names) or 0
 
     def _check_names(self, paths: Sequence[FieldPath]) -> None:
-        """Raise a `CollateError` where an option names a field that the samples do not have."""
+        """Raise a `CollateError` if an option names a field that the samples do not have."""
         for option in self._per_field:
             given = getattr(self, option)
             for name in given if isinstance(given, dict) else ():
@@ -391,7 +391,7 @@ class PadCollate(FieldCollate):
 
         Args:
             tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
-                its `model_input_names` and `pad_token_type_id` are used where it has them.
+                its `model_input_names` and `pad_token_type_id` are used if it has them.
             options: those of `PadCollate`, such as `size_multiple`; what they say comes first, and
                 fields that a mapping does not name are padded as the tokenizer says. One
                 `padding_value` for all is that of fields that the tokenizer does not know.

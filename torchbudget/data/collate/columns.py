@@ -55,7 +55,7 @@ class Field(NamedTuple):
         names: the path, with the names of named tuples' fields instead of their positions.
         kind: a key of `_KINDS`, or "listed" for values that are not looked at.
         values: the field's value in each sample that has it.
-        present: False for samples without the field, `(n,)`; `None` where all samples have it.
+        present: False for samples without the field, `(n,)`; `None`: all samples have it.
     """
 
     path: FieldPath
@@ -278,8 +278,8 @@ class Column(NamedTuple):
         shapes: the shape of each value, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
         device: of the samples' tensors; the CPU for everything else.
-        values: n tensors, or n NumPy arrays; none where `joined` is.
-        joined: all values in one tensor, where they were read so; see `join`.
+        values: n tensors, or n NumPy arrays; none if `joined` is given.
+        joined: all values in one tensor, if they were read so; see `join`.
     """
 
     field: Field

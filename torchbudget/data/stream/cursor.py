@@ -191,7 +191,7 @@ class StreamState:
         Args:
             seeks: the source goes on by its own state; otherwise it is skipped through.
 
-        Where each rank stands elsewhere, the state is named after its rank, so that those of all
+        If each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
         workers = [list(cursor[1:]) for cursor in self.cursors]
@@ -233,7 +233,7 @@ class StreamState:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
 
     def check_order(self, dealing: Plain) -> None:
-        """Raise a `StateMismatchError` where positions mean other samples than in this dealing."""
+        """Raise a `StateMismatchError` if positions mean other samples than in this dealing."""
         if differs := _differences(self.dealing, dealing, _ORDER):
             raise StateMismatchError(
                 "the state belongs to another source or order, so its position means other "

@@ -125,12 +125,12 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             names it, or `"skip"` it (counted, logged once). A source that raises ends the epoch.
         split: how the processes share the source; see above.
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
-            where it is initialized, else 1. A worker takes what its parent saw.
+            if it is initialized, else 1. A worker takes what its parent saw.
         rank: of this process.
 
     Raises:
         OptionError: an option, or a pair of options, that cannot hold.
-        BudgetError: the budget does not limit the device, or not the host where it must.
+        BudgetError: the budget does not limit the device, or not the host if it must.
 
     While it is iterated:
 
@@ -481,7 +481,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return EpochReader(self, slot, cursor, turn)
 
     def _ended(self, reader: EpochReader) -> None:
-        """Note where a reader has ended an epoch: with `batches_per_epoch` the next one goes on."""
+        """Note the place at which a reader ended an epoch: with `batches_per_epoch` the next one goes on."""
         if reader.counts is not None:
             self._progress.end(reader.standing, reader.counts)
         if self._batches_per_epoch is not None:
@@ -586,7 +586,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         that was drawn. A source that has a state of its own goes on by it (`"goes_on_by":
         "seeking"`), others are skipped through (`"skipping"`).
 
-        Another number of workers can go on at an epoch's beginning and, where `split` is "none" and
+        Another number of workers can go on at an epoch's beginning and, if `split` is "none" and
         the loop has no workers, at a window's boundary.
 
         Raises:

@@ -35,7 +35,7 @@ class Sent:
         worker: that read it.
         cursor: of the worker, after it.
         planned: its padded size and its number of samples; a size of `None` was not planned.
-        sizes: a digest of the sizes in the worker's first window, where ranks share it.
+        sizes: a digest of the sizes in the worker's first window, if ranks share it.
     """
 
     batch: Any
@@ -91,7 +91,7 @@ class Sending:
 class StreamRun(Run[StreamState]):
     """One loop over a loader of a stream, which `BudgetedIterableDataset.tracked` returns.
 
-    Workers that persist are used again where they stand at the place where the loop begins. Else
+    Workers that persist are used again if they stand at the place where the loop begins. Else
     the loader gets new ones.
 
     Args:

@@ -54,7 +54,7 @@ _OTHER: Final = (
 # Its shard and its place there, the same in every process; the seed of its transforms' generators;
 # and the item itself.
 Item: TypeAlias = tuple[tuple[int, int], int, Any]
-# Samples of one batch, and the padded size that was planned; `None` where none was.
+# Samples of one batch, and the padded size that was planned; `None`: none was.
 _MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
 # With the place after it: samples cut together, and the number of their rounds that are done.
 Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
@@ -70,7 +70,7 @@ class BufferedSamples:
         following: the boundary after them; a pass, if they are the last of one.
         source: the source's state where their window begins.
         checksum: of their sizes, or their number.
-        sizes: of the samples, where sizes are taken; `None`: they were not, yet.
+        sizes: of the samples, if sizes are taken; `None`: they were not, yet.
     """
 
     cursor: StreamCursor
@@ -85,7 +85,7 @@ class Windows:
     """The windows of one process, one after the other, cut and dealt to the ranks.
 
     A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
-    it, they belong to it. It is cut in parts where the bytes of the look-ahead are spent.
+    it, they belong to it. It is cut in parts when the bytes of the look-ahead are used up.
 
     Nothing here refers to an iteration: one that is dropped closes its source.
 
@@ -94,7 +94,7 @@ class Windows:
         slot: of this process.
 
     Attributes:
-        first_sizes: a digest of the sizes in the first window, where ranks share it.
+        first_sizes: a digest of the sizes in the first window, if ranks share it.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
@@ -368,7 +368,7 @@ class Windows:
                 yield name, sample_seed(*name, *key), values.pop()
 
     def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any] | None:
-        """The sizes of samples; `None` where sizes are not taken."""
+        """The sizes of samples; `None` if sizes are not taken."""
         return sizes_of_all(samples, self._stream._size, first) if self._stream._sized else None
 
     def _checksum(self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0) -> int:
@@ -400,7 +400,7 @@ class Windows:
         return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
 
     def _accepted(self, samples: list[Any] | SampleError) -> list[Any]:
-        """Return the samples of an item, none where it failed; raise where none may be skipped."""
+        """Return the samples of an item, none if it failed; raise if none may be skipped."""
         if not isinstance(samples, SampleError):
             return samples
         if not self._stream._skip_failed:
