@@ -120,7 +120,6 @@ class SampleCache(Dataset[Any]):
                 f"needs: {type(error).__name__}: {error}; convert it in the data set, or apply the "
                 "transform that makes it after the cache"
             ) from error
-        memory = memoryview(self._file.memory)
         with self._file.locked():
             start = self._table + int(self._head["used"])
             if self._places[number]:
@@ -128,7 +127,7 @@ class SampleCache(Dataset[Any]):
             if start + size > self.budget:
                 self._places[number] = _NO_ROOM
                 return
-            memory[start : start + size] = pickled.getbuffer()
+            self._file.memory[start : start + size] = pickled.getbuffer()
             # The place is written last, as one word: killed before that, the sample is not kept.
             self._head["used"] = start + size - self._table
             self._places[number] = start

@@ -319,7 +319,7 @@ class Batch:
             value = field[index]
             value = value.contiguous() if isinstance(value, Tensor) else value
             if isinstance(layout, JoinedLayout):
-                value = layout.filled(value, own_padding(path) or 0)
+                value = layout.filled(value, own_padding(self.data, path) or 0)
             values.append(value)
             layouts[path] = layout
         part = replace(known, num_samples=stop - start, layouts=layouts, masked_rows=0)

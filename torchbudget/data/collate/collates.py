@@ -92,6 +92,7 @@ class FieldCollate:
 
     fields: Mapping[Any, Rule] = field(default_factory=dict)
     _ids: str | None = field(default=None, repr=False)  # the field whose lengths are the batch's
+    _own_padding: Mapping[Any, Any] = field(default_factory=lambda: OWN_PADDING, repr=False)
     _row: RowRule = field(default=RowRule(), init=False, repr=False)  # of fields without a rule
 
     # Each option that may have a value per field, and the function that checks one.
@@ -131,7 +132,8 @@ class FieldCollate:
         with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
             for one in fields:
                 try:
-                    value, layout = self._write(one, rules.get(one.path), shared)
+                    own = own_padding(structure, one.path, self._own_padding)
+                    value, layout = self._write(one, rules.get(one.path), own, shared)
                 except (RuntimeError, TypeError) as error:  # sparse tensors, or other devices
                     message = f"{show(one.path)}: torch cannot join it: {error}"
                     raise CollateError(message) from error
@@ -147,9 +149,16 @@ class FieldCollate:
         return kind(data, arrangement)
 
     def _write(
-        self, field: Field, rule: tuple[str, ...] | None, shared: dict[Any, Any]
+        self, field: Field, rule: tuple[str, ...] | None, own: int | None, shared: dict[Any, Any]
     ) -> tuple[Any, Layout]:
-        """The value of a field in the batch, and the places of the samples in it."""
+        """The value of a field in the batch, and the places of the samples in it.
+
+        Args:
+            field: of the samples.
+            rule: of the field, if it has one.
+            own: its padding value by its name.
+            shared: layouts of the fields before, and the least padded length.
+        """
         kind = next((word for word in rule or () if word != OPTIONAL), None)
         if field.kind in ("text", "listed"):
             if kind not in (None, "listed"):
@@ -166,14 +175,14 @@ class FieldCollate:
             return stack(column)
         if (kind or self._ragged) == "joined":
             row = self._row if rule is None else RowRule()
-            return join(column, row, own_padding(field.names) or 0, shared)
-        padding, value = self._padding(field, column.shapes.shape[1])
+            return join(column, row, own or 0, shared)
+        padding, value = self._padding(field.path, column.shapes.shape[1], own)
         length = 0 if rule else shared["length"]
         return pad(column, padding._replace(length=length), value, shared)
 
-    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
-        """How a field of d axes is padded."""
-        return PaddingRule(), own_padding(field.names) or 0
+    def _padding(self, path: FieldPath, ndim: int, own: Any) -> tuple[PaddingRule, PaddingValue]:
+        """How a field of d axes is padded; `own` is its padding value by its name, or `None`."""
+        return PaddingRule(), own or 0
 
     def _check_names(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` if an option names a field that the samples do not have."""
@@ -358,7 +367,6 @@ class PadCollate(FieldCollate):
     row_mask: bool = False
     mask: str | None = None
     _own_side: float = field(default=0.0, repr=False)  # of fields that `side` does not name
-    _own_padding: Mapping[Any, Any] = field(default_factory=lambda: OWN_PADDING, repr=False)
     _shapes: tuple[tuple[int, int], ...] = field(default=(), init=False, repr=False)
 
     _ragged: ClassVar[str] = "padded"
@@ -459,7 +467,7 @@ class PadCollate(FieldCollate):
         known = batch._known
         fields = zip(known.layouts.items(), known.fields(batch.data), strict=True)
         for (path, layout), value in fields:
-            is_label = own_padding(path, self._own_padding) == IGNORED_LABEL
+            is_label = own_padding(batch.data, path, self._own_padding) == IGNORED_LABEL
             if is_label and isinstance(value, Tensor) and value.dtype in _SIGNED:
                 found = True
                 if rows > n:
@@ -473,16 +481,15 @@ class PadCollate(FieldCollate):
             )
         return type(batch)(batch.data, replace(known, num_samples=n, masked_rows=rows - n))
 
-    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
+    def _padding(self, path: FieldPath, ndim: int, own: Any) -> tuple[PaddingRule, PaddingValue]:
         """See `FieldCollate._padding`."""
-        named = of_field(self.length_axes, field.path, (0,))
+        named = of_field(self.length_axes, path, (0,))
         axes = tuple(dict.fromkeys(axis % ndim for axis in named if -ndim <= axis < ndim))
         multiple: Any = self.size_multiple  # an int, once it was read
-        rule = PaddingRule(of_field(self.side, field.path, self._own_side), multiple, axes)
+        rule = PaddingRule(of_field(self.side, path, self._own_side), multiple, axes)
         given: Any = self.padding_value
-        own = own_padding(field.names, self._own_padding)
         if isinstance(given, dict):
-            return rule, of_field(given, field.path, own or 0)
+            return rule, of_field(given, path, own or 0)
         return rule, given if own is None else own
 
 

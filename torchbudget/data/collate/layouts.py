@@ -42,13 +42,22 @@ OWN_PADDING: Final[dict[Any, int]] = {LABELS: IGNORED_LABEL, ATTENTION_MASK: 0}
 _FEW_ELEMENTS: Final = 4096
 
 
-def own_padding(names: FieldPath, padding: Mapping[Any, int] = OWN_PADDING) -> int | None:
-    """The padding value of a field by its name, else by the name of an outer field.
+def own_padding(data: Any, path: FieldPath, padding: Mapping[Any, int] = OWN_PADDING) -> int | None:
+    """The padding value of a field by its name, else by the name of an outer field, or `None`.
 
-    >>> own_padding(("labels", "tags")), own_padding(("tags",))
-    (-100, None)
+    Args:
+        data: of a batch, or its structure: fields of named tuples have names there.
+        path: of the field.
+        padding: values by name.
+
+    >>> own_padding({"labels": {"tags": None}}, ("labels", "tags"))
+    -100
     """
-    return next((padding[name] for name in reversed(names) if name in padding), None)
+    found = None
+    for key in path:
+        name = data._fields[key] if hasattr(data, "_fields") else key
+        found, data = padding.get(name, found), data[key]
+    return found
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:

@@ -481,7 +481,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return EpochReader(self, slot, cursor, turn)
 
     def _ended(self, reader: EpochReader) -> None:
-        """Note the place at which a reader ended an epoch: with `batches_per_epoch` the next one goes on."""
+        """Note the place at which a reader ended an epoch: the next epoch may go on there."""
         if reader.counts is not None:
             self._progress.end(reader.standing, reader.counts)
         if self._batches_per_epoch is not None:
