@@ -100,7 +100,7 @@ class OneProcess:
         stream = self.stream
         loaded, stream._loaded = stream._loaded, None
         state = stream._where() if loaded is None else stream._start
-        return stream._reader_of(self.slot, state or stream._epoch_begins(self.slot))
+        return stream._reader_of(self.slot, state)
 
     def state_dict(self) -> dict[str, Any]:
         at = (self._new_reader() if self.reader is None else self.reader).standing

@@ -136,7 +136,7 @@ class StreamRun(Run[StreamState]):
                 "a batch came without its position: the stream's __iter__ must return what "
                 "super().__iter__() yields, one batch for each, as soon as it is called"
             )
-        if self._stream._window_ranks > 1:
+        if self.last is self._first and self._stream._window_ranks > 1:
             check_same_samples(self._stream._ranks, came.worker, came.sizes)
         padded_size, number = came.planned
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read

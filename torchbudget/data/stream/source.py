@@ -72,8 +72,8 @@ class Source:
         """True if a position is found without reading the items before it."""
         return self.seeks and self.has_states
 
-    def skips_from_now_on(self) -> bool:
-        """Do not use its own state any more, which was wrong; whether it was used before."""
+    def stop_seeking(self) -> bool:
+        """Stop using the source's own state, which was wrong; return whether it was used."""
         used, self.seeks = self.seeks and self.has_states, False
         return used
 

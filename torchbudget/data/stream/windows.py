@@ -140,7 +140,7 @@ class Windows:
             uneven, at = None, buffered.cursor
             checksum = crc32(cuts, buffered.checksum)
             if expected not in (None, checksum):
-                if not self._stream._source.skips_from_now_on():
+                if not self._stream._source.stop_seeking():
                     raise StateMismatchError(_OTHER.format(f"the window at item {at.start} has"))
                 parts.close()
                 yield from self.micro_batches(start)
@@ -267,7 +267,7 @@ class Windows:
                 self._check_before(reader, cursor, pipeline)
             except StateMismatchError:
                 reader.close()
-                if not self._stream._source.skips_from_now_on():
+                if not self._stream._source.stop_seeking():
                     raise
             else:
                 return reader
