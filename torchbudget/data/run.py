@@ -34,7 +34,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
 
     Args:
         source: the sampler or stream.
-        loader: whose batches come; `iter(loader)` is called here.
+        loader: loader whose batches come; `iter(loader)` is called here.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:

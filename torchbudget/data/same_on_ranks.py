@@ -20,7 +20,7 @@ def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]
     than the main one, whose collectives could come between those of a training step.
 
     Args:
-        ranks: that share samples.
+        ranks: the ranks that share samples.
         facts: what they plan by, of plain types.
 
     Raises:
@@ -36,9 +36,9 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
     """Raise if ranks have read different samples from one source: a collective, at the first batch.
 
     Args:
-        ranks: that share each window.
-        worker: that read the batch.
-        sizes: a digest of those in its first window.
+        ranks: the ranks that share each window.
+        worker: number of the worker that read the batch.
+        sizes: a digest of the sizes in its first window.
 
     Raises:
         RankError: another rank's differ, or it does not come here, as in `check_same_on_ranks`.

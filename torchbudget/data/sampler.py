@@ -65,7 +65,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             makes the samples of a micro-batch more alike.
         shuffle: take samples at random. Otherwise windows follow the data set's order and their
             micro-batches come longest first.
-        seed: of all randomness. The order is a function of (seed, epoch, position) alone.
+        seed: seed of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
             micro-batch that could still have taken a sample.
         weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s;
@@ -104,10 +104,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
             whenever they are needed, if it is initialised, else 1. Ranks that measured or
             detected for themselves call `agree(cost, budget)` first.
-        rank: of this process. Default: that of `torch.distributed`, else 0.
+        rank: rank of this process. Default: that of `torch.distributed`, else 0.
 
     Attributes:
-        cost: that batches are planned by.
+        cost: the cost that batches are planned by.
         size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads
             it, and the shapes.
         shapes: pairs (n, L) of rows and padded length, the longest first; empty without
@@ -362,7 +362,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             OptionError: it is another loader, yields batches out of their order, or its data set
                 has not one sample for each size.
-            SampleError: in the loop: it ended before the epoch did.
+            SampleError: in the loop: the loader ended before the epoch did.
             StateError: in the loop: another loop over the same persistent workers began.
         """
         if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
@@ -557,10 +557,10 @@ def best_shapes(
     unknown before it is read, takes a list: of the sizes of some of its samples, with the longest.
 
     Args:
-        sizes: of samples, non-negative ints, shape `(N,)`.
+        sizes: sizes of samples, non-negative ints, shape `(N,)`.
         cost: bytes of a micro-batch, as in `MemoryBudgetBatchSampler`.
-        budget: of a micro-batch, likewise.
-        number: of shapes at the most.
+        budget: budget of a micro-batch, as in `MemoryBudgetBatchSampler`.
+        number: largest number of shapes.
         max_batch_size: rows of a shape at the most; never more than N.
         size_multiple: lengths are multiples of it.
 
@@ -596,9 +596,9 @@ class _Iteration(Iterator[list[int]]):
     """One iteration of a sampler: the micro-batches of an epoch on one rank, as lists of indices.
 
     Args:
-        sampler: that is iterated.
-        plan: of the epoch.
-        began: where it begins.
+        sampler: the sampler that is iterated.
+        plan: plan of the epoch.
+        began: the place where the iteration begins.
         is_tracked: a run takes a record for each batch.
         reads_ahead: the workers of a plain `DataLoader` iterate.
 
@@ -693,7 +693,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     """A loop over a loader with a `MemoryBudgetBatchSampler`: see `Run`.
 
     Attributes:
-        iteration: of the sampler, whose batches come.
+        iteration: iteration of the sampler, whose batches come.
     """
 
     iteration: _Iteration

@@ -32,7 +32,7 @@ class ReaderDataset(Dataset[Any]):
         identities: the identities to read.
         read: returns the input of an identity; if `variants_per_read` is above 1, a sequence of so
             many.
-        read_target: likewise for the target.
+        read_target: returns the target, or the targets, of an identity in the same way.
         variants_per_read: samples per identity.
 
     Raises:

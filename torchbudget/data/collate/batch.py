@@ -58,7 +58,7 @@ class Arrangement:
 
     Attributes:
         num_samples: n.
-        layouts: of every field, by the path from the batch's data to it; in the order of
+        layouts: layout of every field, by the path from the batch's data to it; in the order of
             `put_together`. Fields share layouts.
         measured: the path of the field whose lengths are the batch's.
         masked_rows: rows after the samples that fill up a shape.
@@ -232,7 +232,7 @@ class Batch:
 
         Args:
             device: as in `torch.Tensor.to`; a dtype too.
-            dtype: of the fields of floating-point numbers.
+            dtype: dtype of the fields of floating-point numbers.
             non_blocking: return before the copy from pinned memory is done; ignored if the
                 copy could then be read too early, as on the way to the CPU.
 

@@ -116,7 +116,7 @@ class FieldCollate:
         """Make a batch of the class that fits its samples, of which there is at least one.
 
         Args:
-            samples: of the batch.
+            samples: samples of the batch.
             length: to which fields without a rule are padded at the least.
 
         Raises:
@@ -154,8 +154,8 @@ class FieldCollate:
         """The value of a field in the batch, and the places of the samples in it.
 
         Args:
-            field: of the samples.
-            rule: of the field, if it has one.
+            field: a field of the samples.
+            rule: rule of the field, if it has one.
             own: its padding value by its name.
             shared: layouts of the fields before, and the least padded length.
         """

@@ -51,7 +51,7 @@ class Field(NamedTuple):
     """One field of n samples.
 
     Attributes:
-        path: from a sample to the field.
+        path: path from a sample to the field.
         kind: a key of `_KINDS`, or "listed" for values that are not looked at.
         values: the field's value in each sample that has it.
         present: False for samples without the field, `(n,)`; `None`: all samples have it.
@@ -271,10 +271,10 @@ class Column(NamedTuple):
     """The values of one field, read.
 
     Attributes:
-        field: that was read.
+        field: the field that was read.
         shapes: the shape of each value, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
-        device: of the samples' tensors; the CPU for everything else.
+        device: device of the samples' tensors; the CPU for everything else.
         values: n tensors, or n NumPy arrays; none if `joined` is given.
         joined: all values in one tensor, if they were read so; see `join`.
     """

@@ -46,8 +46,8 @@ def own_padding(data: Any, path: FieldPath, padding: Mapping[Any, int] = OWN_PAD
     """The padding value of a field by its name, else by the name of an outer field, or `None`.
 
     Args:
-        data: of a batch, or its structure: fields of named tuples have names there.
-        path: of the field.
+        data: data of a batch, or its structure, in which fields of named tuples have names.
+        path: path of the field.
         padding: values by name.
 
     >>> own_padding({"labels": {"tags": None}}, ("labels", "tags"))
@@ -75,7 +75,7 @@ class Layout:
     Attributes:
         shapes: the lengths of each sample on all axes in which samples may differ, `(n, d)`.
         length_axes: the ragged ones of these axes.
-        shape: of the field's first axes, which are those of the samples; `()` of a list.
+        shape: shape of the field's first axes, which are those of the samples; `()` of a list.
         present: False for samples without the field, `(n,)`; `None`: all have it.
     """
 
@@ -249,7 +249,7 @@ def join(
     Args:
         column: one field of a batch.
         rule: how to join it.
-        value: of positions that are padding.
+        value: value of positions that are padding.
         shared: the layouts of the batch's fields so far, to which the field's is added: fields of
             equal lengths share it.
 
@@ -286,7 +286,7 @@ class PaddingRule(NamedTuple):
         left_share: the share of the padding, in [0, 1], before a sample.
         multiple: the padded shape is rounded up to a multiple of it on its length axes.
         length_axes: the axes of lengths and masks.
-        length: at the least, on these axes.
+        length: least padded length on these axes.
     """
 
     left_share: float = 0.0

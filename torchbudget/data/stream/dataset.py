@@ -94,8 +94,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             host's bytes alone.
         size: what makes a sample ragged: a field, several, or a function of the sample, as in
             `sizes_of`. With a predicate, what windows are sorted by, if it is given.
-        transforms: of each sample, before its size is taken: see `torchbudget.transforms`.
-        threads: that apply the transforms in each worker; 0: the worker itself does.
+        transforms: applied to each sample before its size is taken: see `torchbudget.transforms`.
+        threads: threads of each worker that apply the transforms; 0: the worker itself does.
         window: samples that are read, sorted and cut together, over all ranks that share them.
             Default: 4,096 for each of them. A larger one pads less.
         look_ahead: bytes of the samples that wait for their micro-batch in a worker; a window of
@@ -104,7 +104,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             ranks, the last micro-batch. Default: a quarter of
             the budget's `host`, divided among the workers; without one, no limit.
         shuffle: shards, and the micro-batches of a window. Otherwise they come longest first.
-        seed: of all randomness, which is a function of (seed, epoch, shard, place within it).
+        seed: seed of all randomness, which is a function of (seed, epoch, shard, place within it).
         drop_last: drop the last micro-batch that could still have taken a sample, in each part.
         batches_per_epoch: batches on each rank; a source that ends earlier starts over.
         uneven: ranks may have unequal numbers of batches.
@@ -113,9 +113,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             field that `size` names. One of another
             library that rounds padded sizes up needs the same `size_multiple`.
         max_batch_size: as in `MemoryBudgetBatchSampler`.
-        batch_size_multiple: likewise.
-        size_multiple: likewise.
-        limits: likewise.
+        batch_size_multiple: as in `MemoryBudgetBatchSampler`.
+        size_multiple: as in `MemoryBudgetBatchSampler`.
+        limits: as in `MemoryBudgetBatchSampler`.
         max_shapes: pairs (n, L), as `best_shapes` returns for the sizes of some samples.
         group: a function of a sample, after its transforms, that returns its label: no micro-batch
             has samples of two groups, while ranks may have different ones at a time.
@@ -126,7 +126,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         split: how the processes share the source; see above.
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
             if it is initialized, else 1. A worker takes what its parent saw.
-        rank: of this process.
+        rank: rank of this process.
 
     Raises:
         OptionError: an option, or a pair of options, that cannot hold.
@@ -147,9 +147,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     one. Both reach persistent workers, too.
 
     Attributes:
-        cost: that batches are planned by.
+        cost: the cost that batches are planned by.
         size_multiple: `PadCollate(size_multiple=stream)` reads it.
-        shapes: likewise: pairs (n, L) of rows and padded length; empty without `max_shapes`.
+        shapes: pairs (n, L) of rows and padded length; empty without `max_shapes`.
 
     >>> texts = [["a", "bcd", "ef"], ["ghijk"]]  # two shards
     >>> stream = BudgetedIterableDataset(
@@ -660,9 +660,9 @@ def _rules_of(
 
     Args:
         cost: a cost, or a predicate.
-        budget: of the device.
+        budget: budget of the device.
         oversize: what becomes of a sample that alone is over the budget.
-        options: of `BatchRules`.
+        options: options of `BatchRules`.
 
     Raises:
         OptionError: an option is invalid, or does not go with a predicate.

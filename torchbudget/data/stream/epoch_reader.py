@@ -18,17 +18,17 @@ class EpochReader(Iterator[Any]):
     """The micro-batches of one process, from a cursor to the end of its epoch.
 
     Args:
-        stream: that is read.
-        slot: of this process.
-        cursor: where it begins.
+        stream: stream that is read.
+        slot: slot of this process.
+        cursor: cursor at which it begins.
         turn: see `Standing`.
 
     Attributes:
-        standing: where it stands.
-        windows: that it reads.
+        standing: the place where it stands.
+        windows: the windows that it reads.
         counts: number of runs when it began, if its end is noted for all processes.
-        present: whose first element is the standing that was moved last.
-        notes_end: the stream is told of the epoch's end.
+        present: a list whose first element is the standing that was moved last.
+        notes_end: the stream notes the epoch's end.
         planned: the padded size of the last batch, and its number of samples.
     """
 

@@ -64,7 +64,7 @@ def sample_seed(shard: int, place: int, *key: int) -> int:
     """Return a random word for an item: a function of its place, the seed, the epoch and the pass.
 
     Args:
-        shard: of the item.
+        shard: number of the item's shard.
         place: there.
         key: the seed, the epoch and the pass.
     """

@@ -30,8 +30,8 @@ class Shuffled:
     """The indices of a map-style data set in a random order, from any of them on.
 
     Args:
-        length: of the data set.
-        key: of the order.
+        length: number of samples of the data set.
+        key: key of the order.
     """
 
     def __init__(self, length: int, *key: int) -> None:
@@ -57,16 +57,16 @@ class Reader:
     Args:
         shards: by number: iterables, or functions that return one; or the part of a source that
             splits itself.
-        generators: where the source's random generators stand.
+        generators: states of the source's random generators.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
-        source: that has a state of its own, the only shard.
+        source: a source that has a state of its own, the only shard.
         seeks: the state is used.
 
     Attributes:
         state: of the source where the present window begins, its position there, and a fingerprint
             of the item after it; `None`: it has none.
-        read_bytes: of the items that were counted.
+        read_bytes: bytes of the items that were counted.
     """
 
     _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source's id

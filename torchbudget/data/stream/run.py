@@ -31,9 +31,9 @@ class Sent:
     """A batch on its way to the process that trains. Not frozen: one is made for each batch.
 
     Attributes:
-        batch: of any type.
-        worker: that read it.
-        cursor: of the worker, after it.
+        batch: the batch, of any type.
+        worker: number of the worker that read it.
+        cursor: cursor of the worker after it.
         planned: its padded size and its number of samples; a size of `None` was not planned.
         sizes: a digest of the sizes in the worker's first window, if ranks share it.
     """
@@ -53,11 +53,11 @@ class Sending:
     """A loader's `collate_fn` that sees the batch alone, and sends the place after it beside it.
 
     Args:
-        collate_fn: of the loader.
-        number: of the run that starts the processes with it.
+        collate_fn: `collate_fn` of the loader.
+        number: number of the run that starts the processes with it.
 
     Attributes:
-        number: of that run.
+        number: number of that run.
         has_begun: a loop has begun in this process.
         first: the number of the worker that the loader's first process reads for.
         ended: the state at the end of the last run over these workers, if it came to its end.
@@ -96,10 +96,10 @@ class StreamRun(Run[StreamState]):
 
     Args:
         stream: the stream.
-        loader: of it, with `batch_size=None`.
+        loader: a loader of the stream, with `batch_size=None`.
 
     Attributes:
-        number: of the run that has started its workers.
+        number: number of the run that has started its workers.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
@@ -181,8 +181,8 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
     remaining batches of other ranks are not read.
 
     Args:
-        loader: of this rank, or a tracked loop over it.
-        group: of processes. Default: all, if `torch.distributed` is initialized.
+        loader: the loader of this rank, or a tracked loop over it.
+        group: process group. Default: all, if `torch.distributed` is initialized.
     """
     batches = iter(loader)
     while True:

@@ -28,11 +28,11 @@ class Source:
     """An iterable as the source of a stream's items. Other kinds derive from it.
 
     Args:
-        data: as the user passed it.
+        data: the source as the user passed it.
         split: which processes get the same items: all of them (`"none"`), the same worker of each
             rank (`"workers"`), or none (`"ranks"`); `None`: as `default_split` says.
         shuffle: read shards in another order in each pass.
-        seed: of that order.
+        seed: seed of that order.
 
     Attributes:
         default_split: the processes by which it splits itself, or has to be split.
@@ -105,7 +105,7 @@ class Source:
         """Name an item in an error message.
 
         Args:
-            name: its shard, and its place there.
+            name: the item's shard, and its place there.
             item: the item itself.
         """
         return f"item {name[1]} of shard {name[0]}"

@@ -66,11 +66,11 @@ class BufferedSamples:
 
     Attributes:
         cursor: the boundary before them.
-        samples: in the order in which they were read.
+        samples: the samples, in the order in which they were read.
         following: the boundary after them; a pass, if they are the last of one.
         source: the source's state where their window begins.
-        checksum: of their sizes, or their number.
-        sizes: of the samples, if sizes are taken; `None`: they were not, yet.
+        checksum: a checksum of their sizes, or of their number.
+        sizes: sizes of the samples, if sizes are taken; `None`: they were not, yet.
     """
 
     cursor: StreamCursor
@@ -90,8 +90,8 @@ class Windows:
     Nothing here refers to an iteration: one that is dropped closes its source.
 
     Args:
-        stream: whose samples are read.
-        slot: of this process.
+        stream: stream whose samples are read.
+        slot: slot of this process.
 
     Attributes:
         first_sizes: a digest of the sizes in the first window, if ranks share it.
@@ -427,7 +427,7 @@ def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Itera
     Args:
         begun: the cursor.
         before: rounds of the samples before these.
-        batches: of the rounds after them.
+        batches: micro-batches of the rounds after them.
     """
     done = max(begun.rounds, before)
     return zip(repeat(begun), count(done + 1), batches[done - before :])
@@ -444,9 +444,9 @@ def transformed(
     With threads, items are read, then transformed: a source is never read while a transform runs.
 
     Args:
-        items: that were read.
-        stream: whose transforms are applied.
-        threads: that apply the transforms, each to another item, if the stream says so.
+        items: items that were read.
+        stream: stream whose transforms are applied.
+        threads: threads that apply the transforms, each to another item, if the stream says so.
         at_once: items that threads are given together.
     """
     if not stream._threads:
