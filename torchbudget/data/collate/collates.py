@@ -90,9 +90,10 @@ def _read_rule(rule: Any) -> tuple[str, ...]:
 class FieldCollate:
     """The base of `PadCollate` and `PackCollate`, which explain the options."""
 
-    fields: Mapping[Any, Rule] = field(default_factory=dict)
+    fields: Mapping[Any, Rule] = field(default_factory=dict, hash=False)
     _ids: str | None = field(default=None, repr=False)  # the field whose lengths are the batch's
-    _own_padding: Mapping[Any, Any] = field(default_factory=lambda: OWN_PADDING, repr=False)
+    # Padding values of fields without a rule, by name.
+    _own_padding: dict[Any, int] = field(default_factory=OWN_PADDING.copy, hash=False, repr=False)
     _row: RowRule = field(default=RowRule(), init=False, repr=False)  # of fields without a rule
 
     # Each option that may have a value per field, and the function that checks one.
