@@ -272,7 +272,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     def _look_ahead_of(self, slot: WorkerSlot) -> int | None:
         """Bytes of the samples that wait in one process; `None`: no limit."""
-        host_bytes = getattr(self.budget, "host", None)
+        host_bytes: int | None = getattr(self.budget, "host", None)
         if self._look_ahead is not None or host_bytes is None:
             return self._look_ahead
         return max(host_bytes // _HOST_SHARE // slot.workers, 1)

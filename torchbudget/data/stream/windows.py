@@ -206,7 +206,7 @@ class Windows:
         ranks, rules = Ranks(number=self._ranks), stream._rules
         last = stream._drop_last and not buffered.following.start
         if rules is None or sizes is None:  # a cost has sizes
-            add = stream.cost
+            add: Any = stream.cost
             rounds = rounds_by_predicate(add, samples, sizes, ranks, key, drop_last=last)
         else:
             groups = stream._groups_of(samples)
