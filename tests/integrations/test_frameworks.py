@@ -15,7 +15,7 @@ RIGHT, EPOCHS_ONLY = Right(), Right(resumed=False)
 SHARDED = Refused("ShardedTwiceError", ["BatchSamplerShard, by prepare()"])
 DISPATCHED = Refused("ShardedTwiceError", ["prepare() with dispatch_batches=True"])
 DISPATCHES = Refused("ShardedTwiceError", ["DataLoaderDispatcher, by prepare()"])
-GROWS = Refused("OptionError", ["has read len once", "batches_per_epoch"])
+UNLIKE = Refused("OptionError", ["reads len once", "batches_per_epoch"])
 RECOUNTED = Refused("OptionError", ["use_stateful_dataloader=True"])
 REBUILT = Refused("TypeError", ["use_distributed_sampler=False"])  # Lightning's own
 UNEQUAL = Refused("OptionError", ["a loader of unequal epochs", "batches_per_epoch"])
@@ -36,16 +36,16 @@ EXPECTED = {
         "StatefulDataLoader": [(RIGHT, RIGHT)] * 2,
         "max_steps": [(RIGHT, RIGHT)] * 2,
         "a step fails": [(RIGHT, RIGHT)] * 2,
-        "by itself": [(GROWS, EPOCHS_ONLY)] * 2,
+        "by itself": [(UNLIKE, EPOCHS_ONLY)] * 2,
         "without": [(LIGHTNING_RESUMED, LIGHTNING_RESUMED)] * 2,
-        "by itself, use_distributed_sampler": [(GROWS, EPOCHS_ONLY), (REBUILT, EPOCHS_ONLY)],
+        "by itself, use_distributed_sampler": [(UNLIKE, EPOCHS_ONLY), (REBUILT, EPOCHS_ONLY)],
     },
     "transformers": {
         "with the mixin": [(RIGHT, UNEQUAL)] * 2,
         "StatefulDataLoader": [(RIGHT, UNEQUAL)] * 2,
-        "by itself": [(GROWS, EPOCHS_ONLY)] * 2,
+        "by itself": [(UNLIKE, EPOCHS_ONLY)] * 2,
         "resumed": [(TRAINER_RESUMED, TRAINER_RESUMED)] * 2,
-        "by itself, prepared": [(GROWS, EPOCHS_ONLY), (SHARDED, DISPATCHES)],
+        "by itself, prepared": [(UNLIKE, EPOCHS_ONLY), (SHARDED, DISPATCHES)],
     },
 }
 

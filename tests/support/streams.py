@@ -100,11 +100,11 @@ class OneProcess:
         stream = self.stream
         loaded, stream._loaded = stream._loaded, None
         state = stream._where() if loaded is None else stream._start
-        return stream._reader_of(self.slot, state or stream._epoch_begins(self.slot))
+        return stream._reader_of(self.slot, state)
 
     def state_dict(self) -> dict[str, Any]:
         at = (self._new_reader() if self.reader is None else self.reader).standing
-        return at.state.to_plain(seeks=self.stream._settings.source.may_seek)
+        return at.state.to_plain(seeks=self.stream._source.may_seek)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.set_epoch(state["epoch"])  # an end of it stays one, as in a worker

@@ -7,7 +7,6 @@ framework that was not imported costs nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -33,9 +32,9 @@ _SHARDING: Final = {
 }
 
 
-# Modules with the loops of a framework, by the function that reads the number of batches once, the
-# function around it that is given a checkpoint, with the name of that argument, and the adapter or
-# option that needs no number.
+# Loops of frameworks by their module: the function that reads the number of batches, once for all
+# epochs; the function around it that is given a checkpoint, with the name of that argument; and the
+# adapter or option that needs no number.
 _FIT: Final = ("setup_data", "_run", "ckpt_path", _LIGHTNING)
 _EVALUATE: Final = ("setup_data", "", "", "shuffle=False")
 _LOOPS: Final = {
@@ -53,25 +52,6 @@ _LOOPS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLoop:
-    """A framework's loop that calls without an adapter between.
-
-    Attributes:
-        framework: whose it is.
-        instead: the adapter or option that needs no number of batches.
-        loop: the object.
-        reads: it reads the number of batches.
-        resumed: the argument by which a training was given a checkpoint; `None`: it was given none.
-    """
-
-    framework: str
-    instead: str
-    loop: Any
-    reads: bool
-    resumed: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """The code that iterates a sampler or stream, asks for its length, or chooses its epoch.
 
@@ -81,14 +61,16 @@ class Caller:
         reads_ahead: a plain `DataLoader` with workers, which draws batches before its loop takes
             them.
         wrappers: loaders of frameworks around it, with their modules.
-        host: the framework's loop that calls; `None`: none, or an adapter of ours is between.
+        reader: the framework that asks for the length without an adapter between; the adapter or
+            option that needs no length; and the argument by which the framework was given a
+            checkpoint, or `None`. `None`: another caller.
     """
 
     batches_again: bool
     loader: Any
     reads_ahead: bool
     wrappers: tuple[tuple[str, Any], ...]
-    host: HostLoop | None
+    reader: tuple[str, str, str | None] | None
 
     @classmethod
     def find(cls) -> Caller:
@@ -105,7 +87,7 @@ class Caller:
         loader = frame.f_locals.get("loader") if name == DataLoader.__module__ else None
         batches_again = name == BatchSampler.__module__ or fetches
         wrappers: list[tuple[str, Any]] = []
-        host: HostLoop | None = None
+        reader: tuple[str, str, str | None] | None = None
         wrap = [name for name in _SHARDING if name in sys.modules]
         loops = [name for name in _LOOPS if name in sys.modules]
         by_adapter = False
@@ -114,19 +96,19 @@ class Caller:
             if module in wrap:
                 wrappers.append((module, frame.f_locals.get("self")))
             by_adapter = by_adapter or module in _ADAPTERS
-            if module in loops and "self" in frame.f_locals and not by_adapter:
-                host, loops = _host_in(frame, module), []
+            if module in loops and frame.f_code.co_name == _LOOPS[module][0] and not by_adapter:
+                reader, loops = _reader_in(frame, module), []
             frame = frame.f_back
         return cls(
             batches_again=batches_again,
             loader=loader,
             reads_ahead=reads_ahead,
             wrappers=tuple(wrappers),
-            host=host,
+            reader=reader,
         )
 
     def check_loader(self, num_replicas: int) -> None:
-        """Raise where a loader would lose or repeat batches.
+        """Raise if a loader would lose or repeat batches.
 
         Raises:
             OptionError: torch would batch them again; or Accelerate's loader keeps a position of
@@ -151,47 +133,37 @@ class Caller:
                     "the position with either setting, or leave it out"
                 )
 
-    def check_not_resumed(self) -> None:
-        """Raise where a framework asks for the number of batches to go on without our position.
+    def check_length(self, *, epochs_differ: bool) -> None:
+        """Raise if a framework that asks for the number of batches would lose or repeat some.
 
         Lightning begins its loader before it chooses the epoch, and reads ahead of a
         `StatefulDataLoader`'s state. The Trainer counts epochs and batches back from its steps, by
         the first epoch's `len`, and passes over as many batches, whatever they were under the
         budget and the ranks of before. Both ask for `len` first, in the process that trains.
 
+        Args:
+            epochs_differ: epochs have different numbers of batches.
+
         Raises:
-            StateError: samples would be lost, or come again.
+            StateError: the framework continues from a checkpoint, without our position.
+            OptionError: epochs differ, and the framework reads `len` once for all of them.
         """
-        host = self.host
-        if host is None or not host.reads or host.resumed is None:
+        if self.reader is None:
             return
-        otherwise = f"leave {host.resumed} out"
-        if host.framework == "transformers":
-            if host.loop.args.ignore_data_skip:
-                return
-            otherwise = "load its own state and set ignore_data_skip=True"
-        raise StateError(
-            f"{host.framework} goes on from {host.resumed}, which has no position of this sampler "
-            f"or stream: samples would be lost, or come again. Use {host.instead}, whose "
-            f"checkpoints have it, or {otherwise}"
-        )
-
-    def length_read(self, length: int) -> tuple[int, int] | None:
-        """The loop that reads `len` once for all its epochs, and the length; `None` without one."""
-        return (id(self.host.loop), length) if self.host is not None and self.host.reads else None
-
-    def check_length(
-        self, read: tuple[int, int] | None, epoch: int, count: Callable[[], int]
-    ) -> None:
-        """Raise an `OptionError` where a loop begins a longer epoch than the length it has read."""
-        host = self.host
-        if read is None or host is None or id(host.loop) != read[0]:
-            return
-        length = count()
-        if length > read[1]:
+        framework, instead, resumed = self.reader
+        if resumed is not None:
+            otherwise = f"leave {resumed} out"
+            if framework == "transformers":
+                otherwise = "load its own state and set ignore_data_skip=True"
+            raise StateError(
+                f"{framework} goes on from {resumed}, which has no position of this sampler or "
+                f"stream: samples would be lost, or come again. Use {instead}, whose checkpoints "
+                f"have it, or {otherwise}"
+            )
+        if epochs_differ:
             raise OptionError(
-                f"epoch {epoch} has {length} batches, but {host.framework} has read len once, "
-                f"{read[1]}, and would leave the others out: use {host.instead}, or "
+                f"{framework} reads len once for all epochs, which have different numbers of "
+                f"batches, and would leave the last batches of longer ones out: use {instead}, or "
                 "batches_per_epoch, with which every epoch has as many"
             )
 
@@ -213,23 +185,15 @@ def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
             )
 
 
-def _host_in(frame: FrameType, module: str) -> HostLoop:
-    reads, run, argument, instead = _LOOPS[module]
-    framework = module.partition(".")[0]
-    return HostLoop(
-        framework=framework,
-        instead=instead,
-        loop=frame.f_locals["self"],
-        reads=frame.f_code.co_name == reads,
-        resumed=_resumed(frame, framework, run, argument),
-    )
-
-
-def _resumed(frame: FrameType | None, framework: str, function: str, argument: str) -> str | None:
-    """The argument's name, if the function of the framework that is around a frame got one."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == function and module.partition(".")[0] == framework:
-            return None if frame.f_locals.get(argument) is None else argument
-        frame = frame.f_back
-    return None
+def _reader_in(frame: FrameType, module: str) -> tuple[str, str, str | None]:
+    """See `Caller.reader`."""
+    _, function, argument, instead = _LOOPS[module]
+    framework, resumed = module.partition(".")[0], None
+    if framework != "transformers" or not frame.f_locals["self"].args.ignore_data_skip:
+        around: FrameType | None = frame
+        while around is not None and resumed is None:
+            package = around.f_globals.get("__name__", "").partition(".")[0]
+            if around.f_code.co_name == function and package == framework:
+                resumed = None if around.f_locals.get(argument) is None else argument
+            around = around.f_back
+    return framework, instead, resumed

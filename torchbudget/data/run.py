@@ -6,9 +6,10 @@ batches came. A run takes one record for each of them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, TypeVar
 
 from torch.utils.data import DataLoader
@@ -24,7 +25,7 @@ _KEPT: Final = 3
 _ENDED: Final = object()
 
 
-class Run(Iterator[Any], ABC, Generic[Place]):
+class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
     """One loop over a loader; `tracked` of a sampler or a stream returns one.
 
     While a run is open, other loops over its sampler or stream do not change the position; of
@@ -34,12 +35,12 @@ class Run(Iterator[Any], ABC, Generic[Place]):
 
     Args:
         source: the sampler or stream.
-        loader: whose batches come; `iter(loader)` is called here.
+        loader: the loader; the run calls `iter(loader)`.
     """
 
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
         self._source = source
-        self._runs = source._runs  # replaced where a position is chosen: then this run is over
+        self._runs = source._runs  # replaced when a position is chosen: then this run is over
         source._beginning = self
         try:
             self._batches: Iterator[Any] | None = iter(loader)
@@ -61,7 +62,7 @@ class Run(Iterator[Any], ABC, Generic[Place]):
 
     @abstractmethod
     def _end(self) -> Place:
-        """Return the place after the loader's end; raise where batches are missing."""
+        """Return the place after the loader's end; raise if batches are missing."""
 
     @abstractmethod
     def _state(self, place: Place) -> dict[str, Any]:
@@ -121,15 +122,12 @@ class Run(Iterator[Any], ABC, Generic[Place]):
         self._batches = None  # ends workers that do not persist
         self._runs.discard(self)
 
-    def __enter__(self) -> Run[Place]:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
-    """Warn the caller of `set_epoch` where samples would be lost, or come again.
+    """Warn the caller of `set_epoch` if samples would be lost, or come again.
 
     Args:
         loaded: the epoch in which the state stands.

@@ -14,13 +14,13 @@ from torchbudget.plan.fingerprint import MEANING
 
 
 def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise where ranks plan by other facts: a collective, at a first loop.
+    """Raise if ranks plan by different facts: a collective, at the first loop.
 
-    Nothing happens where ranks were given by hand, in a `DataLoader`'s worker, and in other threads
-    than the main one, whose collectives could get between those of a training step.
+    Nothing happens if ranks were given by hand, in a `DataLoader`'s worker, or in another thread
+    than the main one, whose collectives could come between those of a training step.
 
     Args:
-        ranks: that share samples.
+        ranks: the ranks that share samples.
         facts: what they plan by, of plain types.
 
     Raises:
@@ -33,12 +33,12 @@ def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]
 
 
 def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:
-    """Raise where ranks have read other samples from one source: a collective, at a first batch.
+    """Raise if ranks have read different samples from one source: a collective, at the first batch.
 
     Args:
-        ranks: that share each window.
-        worker: that read the batch.
-        sizes: a digest of those in its first window.
+        ranks: the ranks that share each window.
+        worker: number of the worker that read the batch.
+        sizes: a digest of the sizes in its first window.
 
     Raises:
         RankError: another rank's differ, or it does not come here, as in `check_same_on_ranks`.
@@ -59,24 +59,24 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
 
 
 def _may_compare() -> bool:
-    """Whether this is where a collective does not get between those of a training step."""
+    """Return true if a collective here cannot come between those of a training step."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     return in_main_thread and get_worker_info() is None
 
 
 def _raise_difference(facts: list[dict[str, Any]]) -> None:
-    names = dict.fromkeys(name for each in facts for name in each)
-    found = []
-    for name in names:
-        values = [each.get(name) for each in facts]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            meaning = MEANING.get(name, name)
-            found.append(f"{meaning}: {values[0]!r} on rank 0, {values[other]!r} on rank {other}")
-    if found:
-        raise RankError(
-            "ranks would share out samples that differ, so that some would come twice and others "
-            f"never: {'; '.join(found)}. Make them the same on all ranks: cost, budget = "
-            "agree(cost, budget) takes rank 0's cost and the smallest budget. If they are to "
-            "differ, say which part each reads, by num_replicas and rank"
+    first = facts[0]
+    for rank, other in enumerate(facts):
+        found = "; ".join(
+            f"{MEANING.get(name, name)}: {first.get(name)!r} on rank 0, {other.get(name)!r} on "
+            f"rank {rank}"
+            for name in first | other
+            if first.get(name) != other.get(name)
         )
+        if found:
+            raise RankError(
+                "ranks would share out samples that differ, so that some would come twice and "
+                f"others never: {found}. Make them the same on all ranks: cost, budget = "
+                "agree(cost, budget) takes rank 0's cost and the smallest budget. If they are to "
+                "differ, say which part each reads, by num_replicas and rank"
+            )

@@ -56,14 +56,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         samples_per_step: number of samples in one optimizer step, over all ranks. A window is then
             one step, and the ranks' costs are balanced over a step. The last step of an epoch may
             be smaller; if it is too small for all ranks, its samples join the step before.
-        window: samples that are chosen, sorted and cut together, over all ranks. Default:
+        window: number of samples that are drawn, sorted and cut together, over all ranks. A larger
+            window pads less, and makes the samples of a micro-batch more alike. Default:
             `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
-            each where that is more; but at most a quarter of a shuffled epoch, so that epochs
-            differ, unless that is less than 8 micro-batches on each. A larger one pads less, and
-            makes the samples of a micro-batch more alike.
+            each rank if that is more; but at most a quarter of a shuffled epoch, so that epochs
+            differ, unless that is less than 8 micro-batches on each rank.
         shuffle: draw samples at random. Otherwise windows follow the data set's order, and the
             micro-batches of a window come longest first.
-        seed: of all randomness. The order is a function of (seed, epoch, position) alone.
+        seed: seed of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
             micro-batch that could still have taken a sample.
         weights: relative frequencies, shape `(N,)`, as in `torch.utils.data.WeightedRandomSampler`.
@@ -91,21 +91,20 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         oversize: if a sample (or a unit of one micro-batch) alone exceeds the budget or a limit,
             raise an error (`"raise"`), leave it out (`"skip"`; counted and logged once), or give it
             a micro-batch of its own, over the budget (`"alone"`).
-        balance: the cost model whose sums are made equal over the ranks of a step, such as the
+        balance: the cost model whose sums over the ranks are made as equal as possible, such as the
             measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
-            Without `samples_per_step` ranks wait every round: a round is one run of the sorted
-            window, of which rank r takes every R-th sample, where that takes less time. Default:
-            the cost itself.
+            Without `samples_per_step`, rank r of R may also get every R-th sample of one run, if
+            that takes less time by this model. Default: `cost`.
         batches_per_epoch: number of micro-batches of an epoch on each rank. The next epoch
             continues in the order where the last one ended; after the last sample a new order
             begins. Not with `samples_per_step`. Default: an epoch is one pass over the data.
-        num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
-            whenever they are needed, where it is initialised, else 1. Ranks that measured or
-            detected for themselves call `agree(cost, budget)` first.
-        rank: of this process. Default: that of `torch.distributed`, else 0.
+        num_replicas: number of ranks that share each window. Default: the world size of
+            `torch.distributed`, read when it is needed; 1 if it is not initialised. If each rank
+            measured or detected for itself, call `agree(cost, budget)` first.
+        rank: rank of this process. Default: its rank in `torch.distributed`, else 0.
 
     Attributes:
-        cost: that batches are planned by.
+        cost: the cost that batches are planned by.
         size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads
             it, and the shapes.
         shapes: pairs (n, L) of rows and padded length, the longest first; empty without
@@ -213,7 +212,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             drop_last=drop_last,
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
         )
-        self._length_read: tuple[int, int] | None = None  # by a framework's loop
         self._begin_at(Cursor(epoch=0))
 
     def _begin_at(self, place: Cursor, loaded: Mapping[str, Any] | None = None) -> None:
@@ -264,13 +262,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
         Raises:
             StateError: a framework that resumes from a checkpoint without a position reads it.
+            OptionError: a framework reads it once for all epochs, and their numbers of batches
+                differ.
         """
-        caller = Caller.find()
-        caller.check_not_resumed()
-        left = self.batches_left
-        length = self._cursor.done + left
-        self._length_read = caller.length_read(length) or self._length_read
-        return length
+        plan, done = self.plan, self._cursor.done
+        differ = plan.batches_per_epoch is None and (plan.order.shuffle or done > 0)
+        Caller.find().check_length(epochs_differ=differ)
+        return done + self.batches_left
 
     @property
     def batches_left(self) -> int:
@@ -282,7 +280,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     @property
     def steps_left(self) -> int:
-        """Optimizer steps that the next `iter()` begins, where `samples_per_step` makes them."""
+        """Optimizer steps that the next `iter()` begins, if `samples_per_step` makes them."""
         return self.plan.windows_left(self._cursor)
 
     @property
@@ -328,13 +326,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             UnevenRanksError: the samples cannot be shared so that all ranks have equally many
                 batches.
-            OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; or a framework
-                has read `len` once, and this epoch has more batches, or counts epochs anew.
+            OptionError: the loader has the sampler as `sampler=`, not as `batch_sampler=`; or a
+                framework counts epochs from 0 again.
             ShardedTwiceError: a framework splits the batches of this rank among its processes
                 again.
-            RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
-                or one does not begin within the timeout of the process group; at the first `iter()`
-                in the main thread, where `num_replicas` was not given.
+            RankError: sizes, costs, budgets or options differ between the ranks of
+                `torch.distributed`, or a rank does not begin within the timeout of the process
+                group. They are compared at the first `iter()` in the main thread, if `num_replicas`
+                was not given.
         """
         caller = Caller.find()
         caller.check_loader(self.num_replicas)
@@ -344,9 +343,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         at = {name: getattr(cursor, name) for name in PLACE}
         at |= {"batches_per_epoch": plan.batches_per_epoch, "done_of_groups": str(cursor.groups)}
         check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
-        caller.check_length(
-            self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
-        )
         run = self._beginning
         iterator = _Iteration(
             self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead
@@ -369,7 +365,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             OptionError: the loader has another sampler, yields batches out of order, or its data
                 set has more or fewer samples than there are sizes.
-            SampleError: in the loop: it ended before the epoch did.
+            SampleError: in the loop, the loader ended before the epoch did.
             StateError: in the loop, another loop over the same persistent workers began.
         """
         if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
@@ -540,7 +536,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return self.plan.report(self._cursor)
 
     def check_dataset(self, dataset: Any) -> None:
-        """Raise an `OptionError` where a data set has not one sample for each size."""
+        """Raise an `OptionError` if a data set has not one sample for each size."""
         sizes = self._plan.order.dataset_length
         if isinstance(dataset, Sized) and len(dataset) != sizes:
             raise OptionError(
@@ -564,10 +560,10 @@ def best_shapes(
     shapes: choose them for the sizes of some of its samples, the longest included.
 
     Args:
-        sizes: of samples, non-negative ints, shape `(N,)`.
+        sizes: sizes of samples, non-negative ints, shape `(N,)`.
         cost: bytes of a micro-batch, as in `MemoryBudgetBatchSampler`.
-        budget: of a micro-batch, likewise.
-        number: of shapes at the most.
+        budget: budget of a micro-batch, as in `MemoryBudgetBatchSampler`.
+        number: largest number of shapes.
         max_batch_size: largest number of rows of a shape; never more than N.
         size_multiple: lengths are multiples of it.
 
@@ -603,9 +599,9 @@ class _Iteration(Iterator[list[int]]):
     """One iteration of a sampler: the micro-batches of an epoch on one rank, as lists of indices.
 
     Args:
-        sampler: that is iterated.
-        plan: of the epoch.
-        began: where it begins.
+        sampler: the sampler that is iterated.
+        plan: plan of the epoch.
+        began: the place where the iteration begins.
         is_tracked: a run takes a record for each batch.
         reads_ahead: the workers of a plain `DataLoader` iterate.
 
@@ -700,7 +696,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     """A loop over a loader with a `MemoryBudgetBatchSampler`: see `Run`.
 
     Attributes:
-        iteration: of the sampler, whose batches come.
+        iteration: iteration of the sampler, whose batches come.
     """
 
     iteration: _Iteration

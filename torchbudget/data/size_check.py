@@ -200,7 +200,7 @@ def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
     Args:
         batch: batch as a collate made it.
         most: padded elements that any batch was planned with at the most; `None`: unknown.
-        multiple: of the sizes of packed batches; `None`: batches were planned with padding.
+        multiple: size multiple of packed batches; `None`: batches were planned with padding.
 
     Raises:
         CollateError: it has more; or padding where none was planned.

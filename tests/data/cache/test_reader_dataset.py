@@ -72,8 +72,8 @@ def expected(n: int) -> Counter[int]:
 def test_an_epoch_over_identities(workers: int, tmp_path: Path) -> None:
     """Both variants of each, with their targets, in batches that fit; reads in threads."""
     files = Files(tmp_path, 40)
-    expanded: Any = {"transforms": [transforms.expand(list)], "threads": 2}
-    reads = reader_of(files).reads
+    reads = ReaderDataset(range(40), files.read, read_target=files.target)
+    expanded: Any = {"transforms": [transforms.expand(transforms.unpack_args(zip))], "threads": 2}
     stream = BudgetedIterableDataset(reads, TOKENS, 100, size=0, window=10, **expanded)
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     batches = list(loader)

@@ -13,7 +13,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.support.batches import same as bitwise
-from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PadCollate, PaddedCost
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudgetBatchSampler,
+    PackCollate,
+    PadCollate,
+    PaddedCost,
+)
 from torchbudget.errors import CollateError, OptionError
 
 ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
@@ -105,6 +111,9 @@ class TestPaddingValue:
             made = PadCollate()([Text(row, form(row)) for row in ([1, 2], [3])])
             ids, labels = tree_leaves(made.data)
             assert (ids[1].tolist(), labels[1].tolist()) == ([3, 0], [3, -100])
+            packed = PackCollate(total_multiple=4)([Text(row, form(row)) for row in ([1, 2], [3])])
+            parts = [tree_leaves(part.data)[1].tolist() for part in packed.split(2)]
+            assert parts == [[1, 2, -100, -100], [3, -100, -100, -100]]
 
     @pytest.mark.parametrize(
         ("form", "function"),

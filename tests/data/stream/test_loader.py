@@ -151,11 +151,11 @@ def test_threads_run_at_a_time_and_end() -> None:
     source = Numbered(SIZES[:640])
     with closing(make(source, window=640, transforms=[meet], threads=8)) as stream:
         assert numbers(list(stream)) == list(range(640))
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before
         batches = iter(stream)
         next(batches)
         assert set(threading.enumerate()) != before
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def fail_at_7(sample: Any) -> Any:

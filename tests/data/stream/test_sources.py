@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from tests.support.resuming import as_pickle, check_every_stop
 from tests.support.streams import TOKENS, same, tracked_loop, workers_of
@@ -131,15 +131,18 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("is_map", [False, True])
 @pytest.mark.parametrize("name", [*CHANGES, "predicate"])
-def test_other_samples_are_refused(name: str) -> None:
+def test_other_samples_are_refused(name: str, is_map: bool) -> None:
     """Another transform, size or source before the position; within a window another predicate."""
 
     def make(options: dict[str, Any]) -> BudgetedIterableDataset:
         arguments: dict[str, Any] = {"size": len, "cost": TOKENS, "budget": 60, "window": 16}
+        arguments["shuffle"] = not is_map
         arguments |= {name: value for name, value in options.items() if name != "source"}
         cost, budget = arguments.pop("cost"), arguments.pop("budget")
-        source = [options.get("source", ROOM)]
+        samples = options.get("source", ROOM)
+        source = Subset(samples, range(len(samples))) if is_map else [samples]
         return BudgetedIterableDataset(source, cost, budget, collate_fn=list, **arguments)
 
     saved, changed = CHANGES.get(name, ({}, {}))
@@ -197,7 +200,7 @@ class Holder:
 @pytest.mark.parametrize("options", [{}, {"look_ahead": 3000}, {"window": 3}])
 def test_an_iterator_is_not_begun_again_at_each_read(source: Any, options: Any) -> None:
     stream = BudgetedIterableDataset(source(), TOKENS, 60, size=len, collate_fn=list, **options)
-    times = 2 if isinstance(stream._settings.source.data, list) else 1
+    times = 2 if isinstance(stream._source.data, list) else 1
     for _ in range(2):
         found = Counter(sample[0] for batch in stream for sample in batch)
         assert found == dict.fromkeys(range(10), times)

@@ -154,7 +154,7 @@ def test_a_state_of_many_workers_is_small() -> None:
         list(islice(reader, 11))
         cursors.append(reader.standing.cursor)
         assert cursors[-1].rounds
-    dealing = stream._settings.dealing(slots[0])
+    dealing = stream._dealing(slots[0])
     plain = StreamState(cursors=cursors, dealing=dealing, turn=3).to_plain(seeks=False)
     assert len(json.dumps(plain)) <= 2048 + 32 * 32 // 8
     found = StreamState.of_plain(json.loads(json.dumps(plain)))

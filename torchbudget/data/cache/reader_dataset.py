@@ -24,14 +24,15 @@ class ReaderDataset(Dataset[Any]):
     `read_target`, each sample is a pair of input and target.
 
     Sample i is variant `i % variants_per_read` of identity `i // variants_per_read`. In order,
-    each identity is read once. For a shuffled order use `reads`, which has all variants of an
-    identity at each index, in a stream with `transforms=[transforms.expand(list)]`.
+    each identity is read once. For a shuffled order leave `variants_per_read` at 1, so that a
+    sample is all that a read returns, and expand it in a stream: by `transforms.expand(list)`, or
+    with `read_target` by `transforms.expand(transforms.unpack_args(zip))`.
 
     Args:
         identities: the identities to read.
         read: returns the input of an identity; if `variants_per_read` is above 1, a sequence of
             that many inputs.
-        read_target: likewise for the target.
+        read_target: returns the target, or the targets, of an identity in the same way.
         variants_per_read: number of samples for each identity.
 
     Raises:
@@ -40,8 +41,8 @@ class ReaderDataset(Dataset[Any]):
         SampleError: a read returned another number of variants; raised when a sample is read.
 
     >>> reader = ReaderDataset(["ab", "cd"], list, variants_per_read=2)
-    >>> len(reader), reader[3], list(reader.reads[0])
-    (4, 'd', ['a', 'b'])
+    >>> len(reader), reader[3]
+    (4, 'd')
     """
 
     def __init__(
@@ -84,11 +85,6 @@ class ReaderDataset(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_last": (-1, [])}
 
-    @property
-    def reads(self) -> Reads:
-        """The samples of each identity, as a dataset of lists."""
-        return Reads(self)
-
     def _samples(self, place: int) -> list[Any]:
         identity = self.identities[place]
         inputs = self._variants(self._read, identity)
@@ -113,16 +109,3 @@ def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value)
-
-
-class Reads(Dataset[list[Any]]):
-    """See `ReaderDataset.reads`."""
-
-    def __init__(self, reader: ReaderDataset) -> None:
-        self._reader = reader
-
-    def __len__(self) -> int:
-        return len(self._reader.identities)
-
-    def __getitem__(self, place: int) -> list[Any]:
-        return self._reader._samples(place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -97,7 +96,8 @@ class SampleCache(Dataset[Any]):
         place = self._places.item(number)
         if place > 0:
             self._count("hits")
-            return _thaw(memoryview(self._file.memory)[place:])
+            kept = memoryview(self._file.memory)[place:]
+            return pickle.loads(kept)  # noqa: S301  (what `_keep` has written)
         sample = self.dataset[number]
         self._count("misses")
         self._keep(number, sample)
@@ -107,31 +107,28 @@ class SampleCache(Dataset[Any]):
         # The room only shrinks: a sample that found none is not tried again.
         if self._places[number]:
             return
+        pickled = io.BytesIO()
         try:
-            parts = _freeze(sample, self.budget - self.nbytes)
+            _Pickler(pickled, self.budget - self.nbytes).dump(sample)
+            size = pickled.tell()
         except _NoRoomError:
-            parts = []
+            size = self.budget
         except Exception as error:
             raise SampleError(
                 f"sample {number}, of type {type(sample).__name__}, cannot be pickled, as a cache "
                 f"needs: {type(error).__name__}: {error}; convert it in the data set, or apply the "
                 "transform that makes it after the cache"
             ) from error
-        size = sum(part.nbytes for part in parts)
-        memory = memoryview(self._file.memory)
         with self._file.locked():
             start = self._table + int(self._head["used"])
             if self._places[number]:
                 return
-            if not parts or start + size > self.budget:
+            if start + size > self.budget:
                 self._places[number] = _NO_ROOM
                 return
-            at = start
-            for part in parts:
-                memory[at : at + part.nbytes] = part
-                at += part.nbytes
+            self._file.memory[start : start + size] = pickled.getbuffer()
             # The place is written last, as one word: killed before that, the sample is not kept.
-            self._head["used"] = -(-at // 8) * 8 - self._table
+            self._head["used"] = start + size - self._table
             self._places[number] = start
 
     def _count(self, kind: str) -> None:
@@ -175,36 +172,16 @@ class _NoRoomError(Exception):
     """An array has more bytes than there is room for."""
 
 
-def _freeze(sample: Any, room: int) -> list[memoryview]:
-    """The parts of a sample's bytes, not joined: a header, the pickle, and the buffers.
+class _Pickler(pickle.Pickler):
+    """Pickles plain tensors as arrays, without the storage around them.
 
     Raises:
         _NoRoomError: an array has more bytes than `room`.
-        Exception: as raised by pickling.
     """
-    pickler = _Pickler(room)
-    pickler.dump(sample)
-    parts = [pickler.file.getbuffer(), *(buffer.raw() for buffer in pickler.buffers)]
-    header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
-    return [memoryview(header.tobytes()), *parts]
 
-
-def _thaw(frozen: memoryview) -> Any:
-    """The sample again, in memory of its own."""
-    count = np.frombuffer(frozen, np.int64, 1).item()
-    lengths = np.frombuffer(frozen, np.int64, count, 8).tolist()
-    ends = accumulate(lengths, initial=8 * (count + 1))
-    pickled, *buffers = [bytearray(frozen[start:end]) for start, end in pairwise(ends)]
-    return pickle.loads(pickled, buffers=buffers)  # noqa: S301  (what `_freeze` has written)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as arrays, without the storage around them."""
-
-    def __init__(self, room: int) -> None:
-        self.file, self._room = io.BytesIO(), room
-        self.buffers: list[pickle.PickleBuffer] = []
-        super().__init__(self.file, protocol=5, buffer_callback=self.buffers.append)
+    def __init__(self, file: io.BytesIO, room: int) -> None:
+        super().__init__(file, protocol=5)
+        self._room = room
 
     def reducer_override(self, value: Any) -> Any:
         is_plain = (
@@ -217,6 +194,8 @@ class _Pickler(pickle.Pickler):
         # Before it is copied: one that was expanded may have any number of bytes.
         if (is_plain or isinstance(value, np.ndarray)) and value.nbytes > self._room:
             raise _NoRoomError
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            return value.copy().__reduce_ex__(5)  # a copy that may be changed
         if not is_plain:
             return NotImplemented
         elements = value.resolve_conj().resolve_neg().contiguous()

@@ -58,14 +58,16 @@ class Arrangement:
 
     Attributes:
         num_samples: n.
-        layouts: of every field, by the path from the batch's data to it; in the order of
+        layouts: layout of every field, by the path from the batch's data to it; in the order of
             `put_together`. Fields share layouts.
         measured: the path of the field whose lengths are the batch's.
+        masked_rows: rows after the samples that fill up a shape.
     """
 
     num_samples: int
     layouts: Mapping[FieldPath, Layout]
     measured: FieldPath
+    masked_rows: int = 0
 
     def fields(self, data: Any) -> list[Any]:
         """The value of every field in a batch's data."""
@@ -123,7 +125,7 @@ class Batch:
 
     @property
     def data(self) -> Any:
-        """The plain structure: a dict, a tuple (a named tuple where the samples were) or a tensor.
+        """The plain structure: a dict, a tuple (a named tuple if the samples were) or a tensor.
 
         Nested as the samples were. Texts are lists of `str`.
         """
@@ -176,7 +178,7 @@ class Batch:
         """Return which samples have an optional field: bool, `(n,)`, on the CPU.
 
         Args:
-            field: a name or a position; a tuple of those where samples are nested.
+            field: a name or a position; a tuple of those if samples are nested.
         """
         known = self._known
         layout = known.layouts.get(path_of(field))
@@ -230,8 +232,8 @@ class Batch:
 
         Args:
             device: as in `torch.Tensor.to`; a dtype too.
-            dtype: of the fields of floating-point numbers.
-            non_blocking: return before the copy from pinned memory is done; ignored where the
+            dtype: dtype of the fields of floating-point numbers.
+            non_blocking: return before the copy from pinned memory is done; ignored if the
                 copy could then be read too early, as on the way to the CPU.
 
         Raises:
@@ -264,7 +266,7 @@ class Batch:
         the mask of the sources and `batch.measured_by("target").mask` that of the targets.
 
         Args:
-            field: a name or a position; a tuple of those where samples are nested.
+            field: a name or a position; a tuple of those if samples are nested.
 
         Raises:
             CollateError: there is no such field, or it is not ragged.
@@ -317,10 +319,10 @@ class Batch:
             value = field[index]
             value = value.contiguous() if isinstance(value, Tensor) else value
             if isinstance(layout, JoinedLayout):
-                value = layout.filled(value, own_padding(path) or 0)
+                value = layout.filled(value, own_padding(self.data, path) or 0)
             values.append(value)
             layouts[path] = layout
-        part = replace(known, num_samples=stop - start, layouts=layouts)
+        part = replace(known, num_samples=stop - start, layouts=layouts, masked_rows=0)
         return type(self)(self._structured(values), part)
 
     def _structured(self, values: Iterable[Any]) -> Any:
@@ -432,11 +434,7 @@ class PaddedBatch(Batch):
     @property
     def masked_rows(self) -> int:
         """The number of rows that only fill a shape of `max_shapes` up: see `PadCollate`."""
-        known = self._arrangement
-        layout = None if known is None else known.layouts[known.measured]
-        if known is None or not isinstance(layout, PaddedLayout):
-            return 0
-        return layout.shape[0] - known.num_samples
+        return 0 if self._arrangement is None else self._arrangement.masked_rows
 
     @property
     def row_mask(self) -> Tensor:

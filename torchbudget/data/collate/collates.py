@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -75,47 +75,56 @@ _MADE: Final = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"
                 "seq_idx", "use_cache")  # fmt: skip
 
 
+def _read_rule(rule: Any) -> tuple[str, ...]:
+    words = rule if isinstance(rule, tuple) else (rule,)
+    layouts = [word for word in words if word in RULES]
+    if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
+        raise OptionError(
+            'fields must be a mapping from field to rule, which is "padded", "joined", "stacked", '
+            f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
+        )
+    return words
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldCollate:
     """The base of `PadCollate` and `PackCollate`, which explain the options."""
 
-    fields: Mapping[Any, Rule] | None = None
+    fields: Mapping[Any, Rule] = field(default_factory=dict, hash=False)
     _ids: str | None = field(default=None, repr=False)  # the field whose lengths are the batch's
+    # Padding values of fields without a rule, by name.
+    _own_padding: dict[Any, int] = field(default_factory=OWN_PADDING.copy, hash=False, repr=False)
     _row: RowRule = field(default=RowRule(), init=False, repr=False)  # of fields without a rule
 
     # Each option that may have a value per field, and the function that checks one.
-    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {"fields": _read_rule}
     _ragged: ClassVar[str] = ""  # the rule of ragged fields without one
     # The batches of samples that are neither dicts nor tuples, of dicts, of tuples.
     _kinds: ClassVar[tuple[type[Batch], type[Batch], type[Batch]]]
 
     def __post_init__(self) -> None:
         """Read every option once, so that an invalid one fails here and not in a worker."""
-        if self.fields is not None and not isinstance(self.fields, Mapping):
+        if not isinstance(self.fields, Mapping):
             raise OptionError(f"fields must be a mapping from field to rule, got {self.fields!r}")
-        for option, read in self._readers().items():
+        for option, read in self._per_field.items():
             given = getattr(self, option)
             is_mapping = isinstance(given, Mapping)
             # A copy: later changes to the caller's mapping must not change a frozen value.
             kept = {k: read(v) for k, v in given.items()} if is_mapping else read(given)
             object.__setattr__(self, option, kept)
 
-    def _readers(self) -> dict[str, Callable[[Any], Any]]:
-        rules = {} if self.fields is None else {"fields": _read_rule}
-        return {**rules, **self._per_field}
-
     def _collate(self, samples: Sequence[Any], length: int = 0) -> Any:
         """Make a batch of the class that fits its samples, of which there is at least one.
 
         Args:
-            samples: of the batch.
+            samples: samples of the batch.
             length: to which fields without a rule are padded at the least.
 
         Raises:
             CollateError: the samples cannot form one batch; or an option names a field that the
                 samples do not have.
         """
-        rules: dict[FieldPath, Any] = {path_of(n): rule for n, rule in (self.fields or {}).items()}
+        rules: dict[FieldPath, Any] = {path_of(n): rule for n, rule in self.fields.items()}
         structure, fields = take_apart(samples, rules)
         optional = [path for path, rule in rules.items() if OPTIONAL in rule]
         self._check_names([*(one.path for one in fields), *optional])
@@ -124,7 +133,8 @@ class FieldCollate:
         with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
             for one in fields:
                 try:
-                    value, layout = self._write(one, rules.get(one.path), shared)
+                    own = own_padding(structure, one.path, self._own_padding)
+                    value, layout = self._write(one, rules.get(one.path), own, shared)
                 except (RuntimeError, TypeError) as error:  # sparse tensors, or other devices
                     message = f"{show(one.path)}: torch cannot join it: {error}"
                     raise CollateError(message) from error
@@ -140,9 +150,16 @@ class FieldCollate:
         return kind(data, arrangement)
 
     def _write(
-        self, field: Field, rule: tuple[str, ...] | None, shared: dict[Any, Any]
+        self, field: Field, rule: tuple[str, ...] | None, own: int | None, shared: dict[Any, Any]
     ) -> tuple[Any, Layout]:
-        """The value of a field in the batch, and the places of the samples in it."""
+        """The value of a field in the batch, and the places of the samples in it.
+
+        Args:
+            field: a field of the samples.
+            rule: rule of the field, if it has one.
+            own: its padding value by its name.
+            shared: layouts of the fields before, and the least padded length.
+        """
         kind = next((word for word in rule or () if word != OPTIONAL), None)
         if field.kind in ("text", "listed"):
             if kind not in (None, "listed"):
@@ -159,18 +176,18 @@ class FieldCollate:
             return stack(column)
         if (kind or self._ragged) == "joined":
             row = self._row if rule is None else RowRule()
-            return join(column, row, own_padding(field.names) or 0, shared)
-        padding, value = self._padding(field, column.shapes.shape[1])
+            return join(column, row, own or 0, shared)
+        padding, value = self._padding(field.path, column.shapes.shape[1], own)
         length = 0 if rule else shared["length"]
         return pad(column, padding._replace(length=length), value, shared)
 
-    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
-        """How a field of d axes is padded."""
-        return PaddingRule(), own_padding(field.names) or 0
+    def _padding(self, path: FieldPath, ndim: int, own: Any) -> tuple[PaddingRule, PaddingValue]:
+        """How a field of d axes is padded; `own` is its padding value by its name, or `None`."""
+        return PaddingRule(), own or 0
 
     def _check_names(self, paths: Sequence[FieldPath]) -> None:
-        """Raise a `CollateError` where an option names a field that the samples do not have."""
-        for option in self._readers():
+        """Raise a `CollateError` if an option names a field that the samples do not have."""
+        for option in self._per_field:
             given = getattr(self, option)
             for name in given if isinstance(given, dict) else ():
                 find_path(name, paths, option)
@@ -238,24 +255,6 @@ def of_field(option: Any, path: FieldPath, default: Any) -> Any:
     if not isinstance(option, dict):
         return option
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
-
-
-def _read_rule(rule: Any) -> tuple[str, ...]:
-    words = rule if isinstance(rule, tuple) else (rule,)
-    layouts = [word for word in words if word in RULES]
-    if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
-        raise OptionError(
-            'fields must be a mapping from field to rule, which is "padded", "joined", "stacked", '
-            f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
-        )
-    return words
-
-
-class TokenizerRules(NamedTuple):
-    """How a tokenizer pads: the side, and the padding value of fields by their names."""
-
-    side: float
-    padding: dict[str, Any]
 
 
 def _read_value(value: Any) -> Any:
@@ -367,12 +366,13 @@ class PadCollate(FieldCollate):
     size_multiple: int | HasSizeMultiple = 1
     row_mask: bool = False
     mask: str | None = None
-    _tokenizer: TokenizerRules | None = field(default=None, repr=False)
+    _own_side: float = field(default=0.0, repr=False)  # of fields that `side` does not name
     _shapes: tuple[tuple[int, int], ...] = field(default=(), init=False, repr=False)
 
     _ragged: ClassVar[str] = "padded"
     _kinds: ClassVar = (PaddedBatch, PaddedMapping, PaddedSequence)
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "fields": _read_rule,
         "padding_value": _read_value,
         "side": _read_side,
         "length_axes": _read_axes,
@@ -398,8 +398,9 @@ class PadCollate(FieldCollate):
         added to samples that have none, if the model takes one. `lengths` are those of the ids.
 
         Args:
-            tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
-                its `model_input_names` and `pad_token_type_id` are used where it has them.
+            tokenizer: the tokenizer, which is read once and not kept. It needs `pad_token_id` and
+                `padding_side`; its `model_input_names` and `pad_token_type_id` are used if it has
+                them.
             options: options of `PadCollate`, such as `size_multiple`. They override the tokenizer.
                 Fields that a mapping does not name are padded as the tokenizer says; a single
                 `padding_value` is for fields that the tokenizer does not know.
@@ -434,7 +435,7 @@ class PadCollate(FieldCollate):
         mask = ATTENTION_MASK if ATTENTION_MASK in others else None
         # A mapping of no fields: all are padded as the tokenizer says.
         defaults: dict[str, Any] = {"side": side, "padding_value": {}, "mask": mask}
-        return cls(**defaults | options, _ids=ids, _tokenizer=TokenizerRules(side, padding))
+        return cls(**defaults | options, _ids=ids, _own_side=side, _own_padding=padding)
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
@@ -465,10 +466,9 @@ class PadCollate(FieldCollate):
             shortest = samples[int(batch.lengths.argmin())]
             batch = self._collate([*samples, *[shortest] * (rows - n)], length)
         known = batch._known
-        padding = OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
         fields = zip(known.layouts.items(), known.fields(batch.data), strict=True)
         for (path, layout), value in fields:
-            is_label = own_padding(path, padding) == IGNORED_LABEL
+            is_label = own_padding(batch.data, path, self._own_padding) == IGNORED_LABEL
             if is_label and isinstance(value, Tensor) and value.dtype in _SIGNED:
                 found = True
                 if rows > n:
@@ -480,19 +480,17 @@ class PadCollate(FieldCollate):
                 "loss leave those rows out by batch.row_mask or batch.mask, and say so by "
                 "PadCollate(row_mask=True)"
             )
-        return type(batch)(batch.data, replace(known, num_samples=n))
+        return type(batch)(batch.data, replace(known, num_samples=n, masked_rows=rows - n))
 
-    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
+    def _padding(self, path: FieldPath, ndim: int, own: Any) -> tuple[PaddingRule, PaddingValue]:
         """See `FieldCollate._padding`."""
-        named = of_field(self.length_axes, field.path, (0,))
+        named = of_field(self.length_axes, path, (0,))
         axes = tuple(dict.fromkeys(axis % ndim for axis in named if -ndim <= axis < ndim))
         multiple: Any = self.size_multiple  # an int, once it was read
-        tokenizer = self._tokenizer or TokenizerRules(0.0, OWN_PADDING)
-        rule = PaddingRule(of_field(self.side, field.path, tokenizer.side), multiple, axes)
+        rule = PaddingRule(of_field(self.side, path, self._own_side), multiple, axes)
         given: Any = self.padding_value
-        own = own_padding(field.names, tokenizer.padding)
         if isinstance(given, dict):
-            return rule, of_field(given, field.path, own or 0)
+            return rule, of_field(given, path, own or 0)
         return rule, given if own is None else own
 
 
@@ -690,26 +688,18 @@ def _causal(fields: dict[str, Tensor], layout: Any) -> Tensor:
 
 def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
     """The fields of a row, and the ends of its segments as a model takes them."""
+    row = TransformersBatch(fields, arrangement)
     layout: Any = arrangement.layouts[(IDS,)]
-    bounds = layout.bounds
-    lengths = np.diff(bounds)
-    device = fields[IDS].device
-    segments = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(layout.shape[-1]) - bounds[segments] + layout.rule.first_position
-    cu_seq_lens = _tensor(bounds, torch.int32, device)
-    longest = int(lengths.max(initial=0))
+    lengths = np.diff(layout.bounds)
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     made = {
-        "position_ids": _tensor(positions[None], torch.int64, device),
-        "cu_seq_lens_q": cu_seq_lens,
-        "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": _tensor(segments[None], torch.int32, device),
+        "position_ids": row.position_ids[None] + layout.rule.first_position,
+        "cu_seq_lens_q": row.cu_seqlens,
+        "cu_seq_lens_k": row.cu_seqlens,
+        "max_length_q": row.max_seqlen,
+        "max_length_k": row.max_seqlen,
+        "seq_idx": on_device(segments[None], fields[IDS].device),
         # With a cache, models do not look for segments in position_ids, and samples see each other.
         "use_cache": False,
     }
     return TransformersBatch(fields | made, arrangement)
-
-
-def _tensor(values: IntArray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return new_tensor(values.shape, dtype).copy_(torch.from_numpy(values)).to(device)

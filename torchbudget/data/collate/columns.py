@@ -51,15 +51,13 @@ class Field(NamedTuple):
     """One field of n samples.
 
     Attributes:
-        path: from a sample to the field.
-        names: the path, with the names of named tuples' fields instead of their positions.
+        path: path from a sample to the field.
         kind: a key of `_KINDS`, or "listed" for values that are not looked at.
         values: the field's value in each sample that has it.
-        present: False for samples without the field, `(n,)`; `None` where all samples have it.
+        present: False for samples without the field, `(n,)`; `None`: all samples have it.
     """
 
     path: FieldPath
-    names: FieldPath
     kind: str
     values: Sequence[Any]
     present: BoolArray | None = None
@@ -161,14 +159,14 @@ def take_apart(
     if not samples:
         raise CollateError("expected at least one sample, got an empty batch")
     fields: list[Field] = []
-    structure = _walk(Field((), (), "", samples), rules, fields)
+    structure = _walk(Field((), "", samples), rules, fields)
     if not fields:
         raise CollateError(f"expected samples with at least one field, got {samples[0]!r}")
     return structure, fields
 
 
 def _walk(node: Field, rules: Mapping[FieldPath, Collection[str]], fields: list[Field]) -> Any:
-    path, names, _, column, _ = node
+    path, _, column, _ = node
     first, rule = column[0], rules.get(path, ())
     if "listed" in rule:
         fields.append(node._replace(kind="listed"))
@@ -191,10 +189,9 @@ def _walk(node: Field, rules: Mapping[FieldPath, Collection[str]], fields: list[
     if is_structure:
         if set(map(len, column)) != {len(first)}:
             node.fail_at_odd_one([f"{len(value)} fields" for value in column])
-        own = getattr(first, "_fields", range(len(first)))
         values = [
-            _walk(Field((*path, i), (*names, name), "", part), rules, fields)
-            for i, (name, part) in enumerate(zip(own, zip(*column, strict=True), strict=True))
+            _walk(Field((*path, i), "", part), rules, fields)
+            for i, part in enumerate(zip(*column, strict=True))
         ]
         return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
     if kind == "unknown":
@@ -211,7 +208,7 @@ def _walk(node: Field, rules: Mapping[FieldPath, Collection[str]], fields: list[
 
 def _parts_of_mappings(node: Field, rules: Mapping[FieldPath, Collection[str]]) -> Iterator[Field]:
     """The column of each key; of an optional one, the samples that have it."""
-    path, names, _, column, _ = node
+    path, _, column, _ = node
     own = {one[-1]: rule for one, rule in rules.items() if one and one[:-1] == path}
     optional = [key for key, rule in own.items() if OPTIONAL in rule]
     # As many keys as the first sample, and no others: faster than a look at each sample.
@@ -220,13 +217,13 @@ def _parts_of_mappings(node: Field, rules: Mapping[FieldPath, Collection[str]]) 
         _check_keys(node, set(optional))
     for key in column[0]:
         if key not in optional:
-            yield Field((*path, key), (*names, key), "", [sample[key] for sample in column])
+            yield Field((*path, key), "", [sample[key] for sample in column])
     for key in optional:
         values = [sample.get(key) for sample in column]
         present = np.array([value is not None for value in values])
         if present.any():
             found = [value for value in values if value is not None]
-            yield Field((*path, key), (*names, key), "", found, None if present.all() else present)
+            yield Field((*path, key), "", found, None if present.all() else present)
 
 
 def _check_keys(node: Field, optional: set[Any]) -> None:
@@ -274,12 +271,12 @@ class Column(NamedTuple):
     """The values of one field, read.
 
     Attributes:
-        field: that was read.
+        field: the field that was read.
         shapes: the shape of each value, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
-        device: of the samples' tensors; the CPU for everything else.
-        values: n tensors, or n NumPy arrays; none where `joined` is.
-        joined: all values in one tensor, where they were read so; see `join`.
+        device: device of the samples' tensors; the CPU for everything else.
+        values: n tensors, or n NumPy arrays; none if `joined` is given.
+        joined: all values in one tensor, if they were read so; see `join`.
     """
 
     field: Field

@@ -42,13 +42,22 @@ OWN_PADDING: Final[dict[Any, int]] = {LABELS: IGNORED_LABEL, ATTENTION_MASK: 0}
 _FEW_ELEMENTS: Final = 4096
 
 
-def own_padding(names: FieldPath, padding: Mapping[Any, int] = OWN_PADDING) -> int | None:
-    """The padding value of a field by its name, else by the name of an outer field.
+def own_padding(data: Any, path: FieldPath, padding: Mapping[Any, int] = OWN_PADDING) -> int | None:
+    """The padding value of a field by its name, else by the name of an outer field, or `None`.
 
-    >>> own_padding(("labels", "tags")), own_padding(("tags",))
-    (-100, None)
+    Args:
+        data: data of a batch, or its structure, in which fields of named tuples have names.
+        path: path of the field.
+        padding: values by name.
+
+    >>> own_padding({"labels": {"tags": None}}, ("labels", "tags"))
+    -100
     """
-    return next((padding[name] for name in reversed(names) if name in padding), None)
+    found = None
+    for key in path:
+        name = data._fields[key] if hasattr(data, "_fields") else key
+        found, data = padding.get(name, found), data[key]
+    return found
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:
@@ -66,7 +75,7 @@ class Layout:
     Attributes:
         shapes: the lengths of each sample on all axes in which samples may differ, `(n, d)`.
         length_axes: the ragged ones of these axes.
-        shape: of the field's first axes, which are those of the samples; `()` of a list.
+        shape: shape of the field's first axes, which are those of the samples; `()` of a list.
         present: False for samples without the field, `(n,)`; `None`: all have it.
     """
 
@@ -240,7 +249,7 @@ def join(
     Args:
         column: one field of a batch.
         rule: how to join it.
-        value: of positions that are padding.
+        value: value of positions that are padding.
         shared: the layouts of the batch's fields so far, to which the field's is added: fields of
             equal lengths share it.
 
@@ -277,7 +286,7 @@ class PaddingRule(NamedTuple):
         left_share: the share of the padding, in [0, 1], before a sample.
         multiple: the padded shape is rounded up to a multiple of it on its length axes.
         length_axes: the axes of lengths and masks.
-        length: at the least, on these axes.
+        length: least padded length on these axes.
     """
 
     left_share: float = 0.0

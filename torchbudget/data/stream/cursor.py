@@ -30,7 +30,7 @@ class WorkerSlot:
     Attributes:
         worker: number of the `DataLoader` worker on its rank.
         workers: on each rank, at least 1.
-        rank: of the process.
+        rank: rank of the process.
         ranks: number of them.
     """
 
@@ -62,7 +62,7 @@ class StreamCursor(NamedTuple):
         rounds: number of their micro-batches that are done.
         first_epoch: from which passes are counted. With `batches_per_epoch` an epoch goes on where
             the one before ended.
-        number: of the pass over the source.
+        number: number of the pass over the source.
         to_come: micro-batches in this epoch; `None`: those that one pass has.
         source: the source's own state at or before `checked`, if it has one.
         checked: the first item of the samples that were begun; with no round done, of those before.
@@ -101,10 +101,10 @@ class Standing:
     """The place of a process. Not frozen, since each batch moves it.
 
     Attributes:
-        slot: of the process.
+        slot: slot of the process.
         dealing: see `StreamState`.
-        epoch: that it reads.
-        begun: where the samples begin that were cut together.
+        epoch: the epoch that it reads.
+        begun: cursor before the samples that were cut together.
         rounds: number of their micro-batches that are done.
         to_come: as in a cursor.
         turn: the slots of a rank's processes begin with this one.
@@ -141,7 +141,7 @@ class StreamState:
     Not frozen, which would double the time of a tracked loop's step. Nothing changes one.
 
     Attributes:
-        cursors: of each worker, by number; or of one process alone.
+        cursors: cursors of the workers, by number; or that of one process alone.
         dealing: what must be the same for the first of them to go on within a window; for the
             others the same but the number of the worker.
         turn: the worker whose batch comes next; of one process alone, that of the first process.
@@ -172,7 +172,7 @@ class StreamState:
         """Return the next epoch's beginning if this one has no more, else the same state.
 
         Args:
-            batches: of the next epoch.
+            batches: number of batches of the next epoch.
             ended: this epoch has no more, though the cursors do not say so.
         """
         if not (ended or all(cursor.to_come == 0 for cursor in self.cursors)):
@@ -191,7 +191,7 @@ class StreamState:
         Args:
             seeks: the source goes on by its own state; otherwise it is skipped through.
 
-        Where each rank stands elsewhere, the state is named after its rank, so that those of all
+        If each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
         workers = [list(cursor[1:]) for cursor in self.cursors]
@@ -233,7 +233,7 @@ class StreamState:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
 
     def check_order(self, dealing: Plain) -> None:
-        """Raise a `StateMismatchError` where positions mean other samples than in this dealing."""
+        """Raise a `StateMismatchError` if positions mean other samples than in this dealing."""
         if differs := _differences(self.dealing, dealing, _ORDER):
             raise StateMismatchError(
                 "the state belongs to another source or order, so its position means other "

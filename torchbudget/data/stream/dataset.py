@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
-from weakref import WeakMethod, WeakSet
+from weakref import WeakSet
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
@@ -18,7 +20,7 @@ from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
 from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
-from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.cursor import (
     Progress,
     Split,
@@ -29,7 +31,7 @@ from torchbudget.data.stream.cursor import (
 )
 from torchbudget.data.stream.epoch_reader import EpochReader, raising
 from torchbudget.data.stream.run import Sending, StreamRun
-from torchbudget.data.stream.source import Settings, source_of
+from torchbudget.data.stream.source import source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import BudgetError, OptionError, StateError
@@ -38,11 +40,13 @@ from torchbudget.plan.grouping import ShouldAdd
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.report import PlanReport, ReadBatches
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import default_window
 from torchbudget.protocols import ResumableSource
 from torchbudget.units import Amount, parse_bytes
 
 # Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
+_HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
 
 
 class SkippedSamples(NamedTuple):
@@ -90,8 +94,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             `MemoryBudget` with the host's bytes only.
         size: the ragged field, several, or a function of the sample, as in `sizes_of`. With a
             predicate it may be left out; windows are then not sorted.
-        transforms: of each sample, before its size is taken: see `torchbudget.transforms`.
-        threads: that apply the transforms in each worker; 0: the worker itself does.
+        transforms: applied to each sample before its size is taken: see `torchbudget.transforms`.
+        threads: threads of each worker that apply the transforms; 0: the worker itself does.
         window: number of samples that are read, sorted and cut together, over all ranks that share
             a window. A larger window pads less. Default: 4,096 for each of these ranks.
         look_ahead: most bytes of samples that wait for their micro-batch in a worker; a window with
@@ -102,7 +106,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             no limit.
         shuffle: shuffle shards, and the micro-batches of a window. Otherwise these come longest
             first.
-        seed: of all randomness, which is a function of (seed, epoch, shard, place within it).
+        seed: seed of all randomness, which is a function of (seed, epoch, shard, position in the
+            shard).
         drop_last: drop the last micro-batch that could still have taken a sample, in each part.
         batches_per_epoch: number of batches of an epoch on each rank; a source that ends earlier
             starts over.
@@ -112,9 +117,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             field that `size` names. If another library's collate rounds padded sizes up, pass the
             same `size_multiple`.
         max_batch_size: as in `MemoryBudgetBatchSampler`.
-        batch_size_multiple: likewise.
-        size_multiple: likewise.
-        limits: likewise.
+        batch_size_multiple: as in `MemoryBudgetBatchSampler`.
+        size_multiple: as in `MemoryBudgetBatchSampler`.
+        limits: as in `MemoryBudgetBatchSampler`.
         max_shapes: pairs (n, L), as `best_shapes` returns for the sizes of some samples.
         group: a function that returns the label of a transformed sample. No micro-batch has samples
             of two groups; ranks may have different groups at the same time.
@@ -125,13 +130,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             the item (`"raise"`), or leave it out (`"skip"`; counted and logged once). An error of
             the source ends the epoch in any case.
         split: how ranks and workers share the source; see above.
-        num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
-            where it is initialized, else 1. A worker takes what its parent saw.
-        rank: of this process.
+        num_replicas: number of ranks. Default: the world size of `torch.distributed`, read when it
+            is needed; 1 if it is not initialized. A worker uses the number of its parent process.
+        rank: rank of this process.
 
     Raises:
         OptionError: an option is invalid, or two options cannot be combined.
-        BudgetError: the budget does not limit the device, or not the host where it must.
+        BudgetError: the budget does not limit the device; or it must limit the host and does not.
 
     While it is iterated:
 
@@ -149,10 +154,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     Both work with persistent workers, too.
 
     Attributes:
-        cost: that batches are planned by.
+        cost: the cost that batches are planned by.
         size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=stream)` reads
             it.
-        shapes: likewise: pairs (n, L) of rows and padded length; empty without `max_shapes`.
+        shapes: pairs (n, L) of rows and padded length; empty without `max_shapes`.
 
     >>> texts = [["a", "bcd", "ef"], ["ghijk"]]  # two shards
     >>> stream = BudgetedIterableDataset(
@@ -209,40 +214,29 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             "size_multiple": size_multiple,
             "max_shapes": max_shapes,
         }
-        rules = _rules_of(cost, self.budget, oversize, options)
+        self._rules = rules = _rules_of(cost, self.budget, oversize, options)
         self.cost, self.size_multiple, self.shapes = cost, 1, ()
-        stated: Plain = {"cost": "a predicate"}  # its cuts are compared
+        self._stated: Plain = {"cost": "a predicate"}  # its cuts are compared
         if rules is not None:
             self.size_multiple, self.shapes = rules.size_multiple, rules.shapes
-            stated = rules_identity(rules, *_LARGEST)
+            self._stated = rules_identity(rules, *_LARGEST)
+        self._group = group
         if group is not None and (rules is None or not callable(group)):
             raise OptionError(
                 "group must be a function of a sample that returns its label, and goes together "
                 f"with a cost, not with a predicate; got {group!r}"
             )
-        checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
-        collate = collate_fn or PadCollate(size_multiple=self)
-        self._settings_now = Settings(
-            source=checked,
-            transforms=(*checked.first_transforms, *transforms),
-            threads=natural("threads", threads),
-            rules=rules,
-            should_add=cost,
-            oversize=oversize,
-            size=size,
-            group=group,
-            look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
-            host_bytes=getattr(self.budget, "host", None) if look_ahead is None else None,
-            given_window=optional("window", window),
-            asked=self._ranks,
-            num_replicas=self.num_replicas,
-            uneven=uneven,
-            drop_last=drop_last,
-            skip_failed=on_error == "skip",
-            batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
-            collate_fn=collate,
-            stated=stated,
-        )
+        self._source = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
+        check_key(size)
+        self._transforms = (*self._source.first_transforms, *transforms)
+        self._threads = natural("threads", threads)
+        self._oversize, self._size = oversize, size
+        self._look_ahead = None if look_ahead is None else parse_bytes(look_ahead)
+        self._given_window = optional("window", window)
+        self._uneven, self._drop_last, self._skip_failed = uneven, drop_last, on_error == "skip"
+        self._batches_per_epoch = optional("batches_per_epoch", batches_per_epoch)
+        self._collate_fn = collate_fn or PadCollate(size_multiple=self)
+        self._check_ranks_fit()
         self._progress = Progress()
         self._read = ReadBatches()  # of the last tracked loop
         self._sending: Sending | None = None  # in the processes that a tracked loop has started
@@ -270,11 +264,68 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     # ------------------------------------------------------------------ what it has
 
     @property
-    def _settings(self) -> Settings:
-        ranks = self.num_replicas
-        if ranks != self._settings_now.num_replicas:
-            self._settings_now = replace(self._settings_now, num_replicas=ranks)
-        return self._settings_now
+    def _window_ranks(self) -> int:
+        """Number of ranks that share each window."""
+        return 1 if self._source.split == "ranks" else self.num_replicas
+
+    @property
+    def _window(self) -> int:
+        """Items that are read, sorted and cut together."""
+        return self._given_window or default_window(self._window_ranks)
+
+    @property
+    def _sized(self) -> bool:
+        """True if sizes are taken."""
+        return self._rules is not None or self._size is not None
+
+    def _look_ahead_of(self, slot: WorkerSlot) -> int | None:
+        """Bytes of the samples that wait in one process; `None`: no limit."""
+        host_bytes: int | None = getattr(self.budget, "host", None)
+        if self._look_ahead is not None or host_bytes is None:
+            return self._look_ahead
+        return max(host_bytes // _HOST_SHARE // slot.workers, 1)
+
+    def _groups_of(self, samples: list[Any]) -> npt.NDArray[np.int64] | None:
+        """The number of each sample's group, shape `(S,)`, in the order of their appearance."""
+        if self._group is None:
+            return None
+        numbers: dict[Hashable, int] = {}
+        return np.array([numbers.setdefault(self._group(one), len(numbers)) for one in samples])
+
+    def _dealing(self, slot: WorkerSlot) -> Plain:
+        """The options that must be the same for samples to be read, cut and dealt the same way."""
+        source = self._source
+        dealing: Plain = self._stated | asdict(slot)
+        dealing |= {
+            "oversize": self._oversize,
+            "size": None if callable(self._size) else repr(self._size),
+            "drop_last": self._drop_last,
+            "skip_failed": self._skip_failed,
+        }
+        if source.split != "ranks":
+            dealing["rank"] = None  # all ranks stand in one place
+        read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
+        number, waiting = self._batches_per_epoch, self._look_ahead_of(slot)
+        window: Plain = {"window": self._window, "sized": self._sized, "look_ahead": waiting}
+        return dealing | read | window | {"batches_per_epoch": number}
+
+    def _check_ranks_fit(self) -> None:
+        """Raise an `OptionError` if the options do not go with the number of ranks."""
+        ranks, known = self._window_ranks, self._uneven or self._batches_per_epoch is not None
+        if ranks < self.num_replicas and not known:
+            raise OptionError(
+                f"each of {self.num_replicas} ranks reads its own part, so their numbers of "
+                "batches differ, and a rank would wait for the others forever: give "
+                "batches_per_epoch=…; or uneven=True, and end the loop with stop_together(loader)"
+            )
+        if self._window < ranks:
+            raise OptionError(f"window={self._window} is below the number of ranks, {ranks}")
+        if self._skip_failed and ranks > 1:
+            raise OptionError(
+                f"on_error='skip' with {ranks} ranks that plan from one source: what fails on one "
+                "of them alone would be lost or come twice; use split='ranks', or drop such "
+                "samples in a transform that fails alike everywhere"
+            )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch on this rank.
@@ -283,17 +334,15 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             TypeError: the number is unknown, without `batches_per_epoch`.
             StateError: a framework that resumes from a checkpoint without a position reads it.
         """
-        Caller.find().check_not_resumed()
-        batches = self._settings_now.batches_per_epoch
-        if batches is None:
+        Caller.find().check_length(epochs_differ=False)
+        if self._batches_per_epoch is None:
             raise TypeError("the length of a stream is known with batches_per_epoch only")
-        return batches
+        return self._batches_per_epoch
 
     @property
     def skipped_samples(self) -> SkippedSamples:
         """Numbers of samples that were skipped."""
-        oversize, failed = self._progress.skipped.sum(axis=0).tolist()
-        return SkippedSamples(oversize=oversize, failed=failed)
+        return SkippedSamples(*self._progress.skipped.sum(axis=0).tolist())
 
     def report(self) -> PlanReport:
         """Report the fill and padding of the batches of the last tracked loop on this rank.
@@ -301,7 +350,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Raises:
             StateError: no tracked loop has read a batch, or a predicate cuts the batches.
         """
-        rules = self._settings.rules
+        rules = self._rules
         if rules is None or not self._read.shapes:
             raise StateError(
                 "a stream reports the batches of a cost that a tracked loop has read, and none "
@@ -386,7 +435,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         # A loader takes from its first worker first, which reads for the one whose turn it was.
         turn = 0 if state is None else state.turn
         slot = self._slot((number + turn) % workers, workers)
-        reader = self._reader_of(slot, state or self._epoch_begins(slot))
+        reader = self._reader_of(slot, state)
         later = state is not None and loaded not in (None, state.epoch)
         ended = state is not None and (info is not None or later) and reader.find_end()
         if loaded is not None:
@@ -404,14 +453,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 # twice: workers of the first loop read ahead for nobody, which does not count.
                 self._start = reader.standing.state
                 progress.end(reader.standing, progress.runs)
-                reader = self._reader_of(slot, self._where() or self._epoch_begins(slot))
+                reader = self._reader_of(slot, self._where())
                 ended, counts = False, info is None
         if counts:
             progress.ahead, progress.chosen = int(info is not None), 0
             reader.present = self._present
         reader.counts = progress.runs if counts else None
-        if counts or tracked:
-            reader.on_end = WeakMethod(self._ended)
+        reader.notes_end = counts or tracked
         if sending is not None:
             sending.send(reader if tracked else None)
         self._readers.add(reader)
@@ -419,15 +467,19 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             reader.end()
         return reader
 
-    def _reader_of(self, slot: WorkerSlot, state: StreamState) -> EpochReader:
-        """Return the reader of one process from a state on.
+    def _cursor_of(self, slot: WorkerSlot, state: StreamState | None) -> StreamCursor:
+        """Return the cursor at which a process begins: of a state, or of the epoch's beginning.
 
         Raises:
             StateMismatchError: it cannot go on from the state.
         """
-        settings, kept, info = self._settings, self._kept, get_worker_info()
+        return (state or self._epoch_begins(slot)).cursor_of(slot, self._dealing(slot))
+
+    def _reader_of(self, slot: WorkerSlot, state: StreamState | None) -> EpochReader:
+        """Return the reader of one process, which begins as `_cursor_of` says."""
+        kept, info = self._kept, get_worker_info()
         self._kept = None
-        cursor = state.cursor_of(slot, settings.dealing(slot))
+        cursor = self._cursor_of(slot, state)
         turn = 0 if info is None else (slot.worker - info.id) % slot.workers
         if kept is not None:
             # Without the source's own state, which need not be compared.
@@ -435,41 +487,42 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 kept.go_on(slot, cursor, turn)
                 return kept
             kept.close()
-        return EpochReader(settings, self._progress, slot, cursor, turn)
+        return EpochReader(self, slot, cursor, turn)
 
     def _ended(self, reader: EpochReader) -> None:
-        """Note where a reader has ended an epoch: with `batches_per_epoch` the next one goes on."""
+        """Note the place at which a reader ended an epoch: the next epoch may go on there."""
         if reader.counts is not None:
             self._progress.end(reader.standing, reader.counts)
-        if self._settings_now.batches_per_epoch is not None:
+        if self._batches_per_epoch is not None:
             self._start, self._kept = reader.standing.state, reader
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
         Caller.find().check_loader(self.num_replicas)
         self._notice()
-        settings, slot = self._settings, self._slot()
-        if settings.source.split != "ranks":  # else each reads its own samples, in its own way
+        self._check_ranks_fit()
+        slot = self._slot()
+        if self._source.split != "ranks":  # else each reads its own samples, in its own way
             cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
             at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
-            check_same_on_ranks(self._ranks, lambda: settings.dealing(slot) | at)
+            check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at)
 
     def _where(self) -> StreamState | None:
         """The state at which the next loop begins; `None`: at the beginning of its epoch."""
         if self._start is None:
             return None
-        state = self._start.following(self._settings_now.batches_per_epoch)
+        state = self._start.following(self._batches_per_epoch)
         return state if state.epoch == self._progress.epoch else None
 
     def _epoch_begins(self, slot: WorkerSlot) -> StreamState:
         """The epoch's beginning; with `batches_per_epoch`, where the last one ended."""
-        settings, epoch = self._settings, self._progress.epoch
-        batches, ended = settings.batches_per_epoch, self._progress.ended(slot, epoch - 1)
+        epoch, batches = self._progress.epoch, self._batches_per_epoch
+        ended = self._progress.ended(slot, epoch - 1)
         cursor, workers = StreamCursor(epoch, first_epoch=epoch, to_come=batches), 1
         if batches is not None and ended is not None:
             cursor, workers = ended
         of = replace(slot, worker=slot.worker % workers, workers=workers)
-        state = StreamState(cursors=[cursor], dealing=settings.dealing(of))
+        state = StreamState(cursors=[cursor], dealing=self._dealing(of))
         return state.following(batches)
 
     def _slot(self, worker: int = 0, workers: int = 1) -> WorkerSlot:
@@ -508,14 +561,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     def _begin_run(self, number: int, workers: int) -> StreamState:
         """Begin a run of workers with a number, and return where they begin."""
-        progress, settings, start = self._progress, self._settings, self._where()
+        progress, start = self._progress, self._where()
         progress.advance()
         slots = [self._slot(worker, workers) for worker in range(workers)]
-        cursors = [
-            (start or self._epoch_begins(slot)).cursor_of(slot, settings.dealing(slot))
-            for slot in slots
-        ]
-        turn, dealing = 0 if start is None else start.turn, settings.dealing(slots[0])
+        cursors = [self._cursor_of(slot, start) for slot in slots]
+        turn, dealing = 0 if start is None else start.turn, self._dealing(slots[0])
         self._start = StreamState(cursors=cursors, dealing=dealing, turn=turn)
         self._loaded, self._present = None, [None]
         progress.runs, progress.run = progress.runs + 1, number
@@ -545,14 +595,14 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         position after the last batch that was drawn. A source with a state of its own continues
         from it (`"goes_on_by": "seeking"`); any other source starts over and skips (`"skipping"`).
 
-        Another number of workers can go on at an epoch's beginning and, where `split` is "none" and
-        the loop has no workers, at a window's boundary.
+        Another number of workers can continue from the beginning of an epoch and, if `split` is
+        "none" and the loop has no workers, from a position between two windows.
 
         Raises:
             StateError: workers prefetch batches, and the loop is not tracked.
         """
         self._notice()
-        settings, in_worker, at = self._settings, get_worker_info() is not None, self._present[0]
+        in_worker, at = get_worker_info() is not None, self._present[0]
         if self._progress.ahead and not in_worker:
             raise StateError(
                 "workers of the DataLoader read ahead of its loop, so that it is unknown which "
@@ -564,8 +614,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         else:
             state = at.state
             if at.ended and not in_worker:
-                state = state.following(settings.batches_per_epoch)
-        return state.to_plain(seeks=settings.source.may_seek)
+                state = state.following(self._batches_per_epoch)
+        return state.to_plain(seeks=self._source.may_seek)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
@@ -582,11 +632,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """
         self._notice()
         state = StreamState.of_plain(state_dict)
-        state.check_order(self._settings.dealing(self._slot()))
+        state.check_order(self._dealing(self._slot()))
         chosen = self._progress.begun if self._progress.chosen else state.epoch
         if get_worker_info() is None:
             if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended
-                state = state.following(self._settings.batches_per_epoch)
+                state = state.following(self._batches_per_epoch)
             self._progress.change(state.epoch, loaded=True)
         # In a worker: of a StatefulDataLoader, each of whose workers has a state of its own.
         self._begin_at(state)
@@ -619,9 +669,9 @@ def _rules_of(
 
     Args:
         cost: a cost, or a predicate.
-        budget: of the device.
+        budget: budget of the device.
         oversize: what becomes of a sample that alone is over the budget.
-        options: of `BatchRules`.
+        options: options of `BatchRules`.
 
     Raises:
         OptionError: an option is invalid, or does not go with a predicate.

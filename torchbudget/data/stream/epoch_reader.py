@@ -4,61 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchbudget.data.stream.cursor import Progress, Standing, StreamCursor, WorkerSlot
-from torchbudget.data.stream.source import Settings
+from torchbudget.data.stream.cursor import Standing, StreamCursor, WorkerSlot
 from torchbudget.data.stream.windows import Found, Windows
 from torchbudget.errors import SampleError
+
+if TYPE_CHECKING:
+    from torchbudget.data.stream.dataset import BudgetedIterableDataset
 
 
 class EpochReader(Iterator[Any]):
     """The micro-batches of one process, from a cursor to the end of its epoch.
 
     Args:
-        settings: of the stream.
-        progress: of all processes.
-        slot: of this process.
-        cursor: where it begins.
+        stream: stream that is read.
+        slot: slot of this process.
+        cursor: cursor at which it begins.
         turn: see `Standing`.
 
     Attributes:
-        standing: where it stands.
-        windows: that it reads.
+        standing: the place where it stands.
+        windows: the windows that it reads.
         counts: number of runs when it began, if its end is noted for all processes.
-        present: whose first element is the standing that was moved last.
-        on_end: called with this reader at the epoch's end.
+        present: a list whose first element is the standing that was moved last.
+        notes_end: the stream notes the epoch's end.
         planned: the padded size of the last batch, and its number of samples.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        progress: Progress,
-        slot: WorkerSlot,
-        cursor: StreamCursor,
-        turn: int,
+        self, stream: BudgetedIterableDataset, slot: WorkerSlot, cursor: StreamCursor, turn: int
     ) -> None:
-        self._settings = settings
-        self.windows = Windows(settings, slot, progress)
+        self._stream = stream
+        self.windows = Windows(stream, slot)
         self._batches: Iterator[Found] = self.windows.micro_batches(cursor)
         self.planned: tuple[list[int] | None, int] = None, 0
         self.go_on(slot, cursor, turn)
 
     def go_on(self, slot: WorkerSlot, cursor: StreamCursor, turn: int) -> None:
         """Begin the next epoch where this one ended, with the samples that are in memory."""
-        at, dealing = cursor, self._settings.dealing(slot)
+        at, dealing = cursor, self._stream._dealing(slot)
         self.standing = Standing(slot, dealing, at.epoch, at, at.rounds, at.to_come, turn)
         self.counts: int | None = None
         self.present: list[Standing | None] = [None]
-        self.on_end: Callable[[], Callable[[EpochReader], object] | None] | None = None
+        self.notes_end = False
 
     def __next__(self) -> Any:
         at = self.present[0] = self.standing
         try:
             left = iter(()) if at.to_come == 0 else self._batches
             begun, rounds, (batch, padded_size) = next(left)
-            collate_fn, self.planned = self._settings.collate_fn, (padded_size, len(batch))
+            collate_fn, self.planned = self._stream._collate_fn, (padded_size, len(batch))
             if collate_fn is not list:  # else the batch is the samples themselves
                 batch = collated(collate_fn, batch)
         except StopIteration:
@@ -92,9 +88,8 @@ class EpochReader(Iterator[Any]):
     def end(self) -> None:
         """Note that the epoch has no more batches."""
         self.standing.to_come = 0
-        on_end = self.on_end and self.on_end()
-        if on_end is not None:
-            on_end(self)
+        if self.notes_end:
+            self._stream._ended(self)
 
     def close(self) -> None:
         """End the threads, close the source and drop the samples in memory."""

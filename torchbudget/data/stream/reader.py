@@ -18,7 +18,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.data.stream.cursor import StreamCursor
-from torchbudget.data.stream.generators import Place
+from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
 from torchbudget.plan.permutation import Permutation, Stream
@@ -30,8 +30,8 @@ class Shuffled:
     """The indices of a map-style data set in a random order, from any of them on.
 
     Args:
-        length: of the data set.
-        key: of the order.
+        length: number of samples of the data set.
+        key: key of the order.
     """
 
     def __init__(self, length: int, *key: int) -> None:
@@ -57,17 +57,16 @@ class Reader:
     Args:
         shards: by number: iterables, or functions that return one; or the part of a source that
             splits itself.
-        generators: where the source's random generators stand.
+        generators: states of the source's random generators.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
-        source: that has a state of its own, the only shard.
+        source: a source that has a state of its own, the only shard.
         seeks: the state is used.
 
     Attributes:
         state: of the source where the present window begins, its position there, and a fingerprint
             of the item after it; `None`: it has none.
-        sought: the source went to a position by its state.
-        read_bytes: of the items that were counted.
+        read_bytes: bytes of the items that were counted.
     """
 
     _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source's id
@@ -75,7 +74,7 @@ class Reader:
     def __init__(
         self,
         shards: Sequence[tuple[int, Any]],
-        generators: Place,
+        generators: GeneratorStates,
         *,
         worker: int | None = None,
         source: Any = None,
@@ -91,7 +90,6 @@ class Reader:
         self._opened: Iterator[Any] | None = None  # of the shard that is read
         self._ahead: list[Any] = []  # of the next window
         self.state: dict[str, Any] | None = None
-        self.sought = False
         self.read_bytes = 0
         self._moved = None if source is None else id(source)
         if self._moved is not None:
@@ -180,7 +178,7 @@ class Reader:
         """
         saved = cursor.source
         if self._source is not None and saved is not None:
-            self._read, self.state, self.sought = saved["position"], saved, True
+            self._read, self.state = saved["position"], saved
             with suppress(Exception):  # of the source: its state is not right, either
                 self._source.load_state_dict(copy.deepcopy(saved["source"]))
                 self._ahead = self._some(1)
@@ -233,7 +231,7 @@ class Reader:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
-            self._generators = Place.put_aside()
+            self._generators = GeneratorStates.now()
             torch_worker._worker_info = before
         if items and self.state is not None and self.state["position"] == self._read:
             self.state.setdefault("item", _digest(items[0]))

@@ -31,11 +31,11 @@ class Sent:
     """A batch on its way to the process that trains. Not frozen: one is made for each batch.
 
     Attributes:
-        batch: of any type.
-        worker: that read it.
-        cursor: of the worker, after it.
+        batch: the batch, of any type.
+        worker: number of the worker that read it.
+        cursor: cursor of the worker after it.
         planned: its padded size and its number of samples; a size of `None` was not planned.
-        sizes: a digest of the sizes in the worker's first window, where ranks share it.
+        sizes: a digest of the sizes in the worker's first window, if ranks share it.
     """
 
     batch: Any
@@ -53,11 +53,11 @@ class Sending:
     """A loader's `collate_fn` that sees the batch alone, and sends the place after it beside it.
 
     Args:
-        collate_fn: of the loader.
-        number: of the run that starts the processes with it.
+        collate_fn: `collate_fn` of the loader.
+        number: number of the run that starts the processes with it.
 
     Attributes:
-        number: of that run.
+        number: number of that run.
         has_begun: a loop has begun in this process.
         first: the number of the worker that the loader's first process reads for.
         ended: the state at the end of the last run over these workers, if it came to its end.
@@ -91,22 +91,21 @@ class Sending:
 class StreamRun(Run[StreamState]):
     """One loop over a loader of a stream, which `BudgetedIterableDataset.tracked` returns.
 
-    Workers that persist are used again where they stand at the place where the loop begins. Else
+    Workers that persist are used again if they stand at the place where the loop begins. Else
     the loader gets new ones.
 
     Args:
         stream: the stream.
-        loader: of it, with `batch_size=None`.
+        loader: a loader of the stream, with `batch_size=None`.
 
     Attributes:
-        number: of the run that has started its workers.
+        number: number of the run that has started its workers.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
-        self._stream, self._loader, self._settings = stream, loader, stream._settings
-        rules = self._settings.rules
-        self._check = None if rules is None else SizeCheck(rules, None)
-        self._compared, self._has_ended = self._settings.ranks == 1, False
+        self._stream, self._loader = stream, loader
+        self._check = None if stream._rules is None else SizeCheck(stream._rules, None)
+        self._has_ended = False
         self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -137,9 +136,8 @@ class StreamRun(Run[StreamState]):
                 "a batch came without its position: the stream's __iter__ must return what "
                 "super().__iter__() yields, one batch for each, as soon as it is called"
             )
-        if not self._compared:
+        if self.last is self._first and self._stream._window_ranks > 1:
             check_same_samples(self._stream._ranks, came.worker, came.sizes)
-            self._compared = True
         padded_size, number = came.planned
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
         if self._check is not None and padded_size is not None:
@@ -147,17 +145,17 @@ class StreamRun(Run[StreamState]):
             self._read.shapes[(number, *padded_size)] += 1
             self._read.real += float(getattr(batch, "lengths", _UNKNOWN).sum())
         place = self.last.moved(came.worker, came.cursor)
-        return place.following(self._settings.batches_per_epoch), batch
+        return place.following(self._stream._batches_per_epoch), batch
 
     def _end(self) -> StreamState:
         self._has_ended, place = True, self.last
         if place.epoch == self._start.epoch:
-            place = place.following(self._settings.batches_per_epoch, ended=True)
+            place = place.following(self._stream._batches_per_epoch, ended=True)
         self._sending.ended = place
         return place
 
     def _state(self, place: StreamState) -> dict[str, Any]:
-        return place.to_plain(seeks=self._settings.source.may_seek)
+        return place.to_plain(seeks=self._stream._source.may_seek)
 
     def close(self) -> None:
         """End the run where it stands; workers that persist end if it was broken off."""
@@ -183,8 +181,8 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
     device. The remaining batches of other ranks are not read.
 
     Args:
-        loader: of this rank, or a tracked loop over it.
-        group: of processes. Default: all, if `torch.distributed` is initialized.
+        loader: the loader of this rank, or a tracked loop over it.
+        group: process group. Default: all, if `torch.distributed` is initialized.
     """
     batches = iter(loader)
     while True:

@@ -1,48 +1,38 @@
-"""The sources of a stream, a class for each kind of data, and the options they are read by."""
+"""The sources of a stream, a class for each kind of data."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from torchbudget.checks import check_call
-from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
-from torchbudget.data.stream.generators import Place
+from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
-from torchbudget.plan.fingerprint import Plain
-from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.permutation import Stream, shuffled_keys
-from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import default_window
 from torchbudget.protocols import MapStyle
-
-_HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
 
 
 class Source:
     """An iterable as the source of a stream's items. Other kinds derive from it.
 
     Args:
-        data: as the user passed it.
+        data: the source as the user passed it.
         split: which processes get the same items: all of them (`"none"`), the same worker of each
             rank (`"workers"`), or none (`"ranks"`); `None`: as `default_split` says.
         shuffle: read shards in another order in each pass.
-        seed: of that order.
+        seed: seed of that order.
 
     Attributes:
         default_split: the processes by which it splits itself, or has to be split.
@@ -67,7 +57,7 @@ class Source:
         sees_worker = self.knows_workers and self.split != "none"
         return Reader(
             self.shards(slot, *key),
-            Place.of_source(self.seed, *key, part),
+            GeneratorStates.of_source(self.seed, *key, part),
             worker=slot.worker if sees_worker else None,
             source=self.data if self.has_states else None,
             seeks=self.seeks,
@@ -81,6 +71,11 @@ class Source:
     def may_seek(self) -> bool:
         """True if a position is found without reading the items before it."""
         return self.seeks and self.has_states
+
+    def stop_seeking(self) -> bool:
+        """Stop using the source's own state, which was wrong; return whether it was used."""
+        used, self.seeks = self.seeks and self.has_states, False
+        return used
 
     @property
     def has_states(self) -> bool:
@@ -110,7 +105,7 @@ class Source:
         """Name an item in an error message.
 
         Args:
-            name: its shard, and its place there.
+            name: the item's shard, and its place there.
             item: the item itself.
         """
         return f"item {name[1]} of shard {name[0]}"
@@ -294,116 +289,3 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
         "one split of a data set, or the rows of a table. Samples in a list have an index: use "
         "MemoryBudgetBatchSampler"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The options that all processes that read a stream have in common.
-
-    Attributes:
-        source: of the samples.
-        transforms: of each sample.
-        threads: that apply them in each process.
-        rules: budget and options of a micro-batch; `None`: a predicate decides.
-        should_add: the predicate, of a batch and a sample.
-        oversize: what becomes of a sample that alone is over the budget.
-        size: where the size of a sample is found.
-        group: the label of a sample, of which no micro-batch mixes two; `None`: all are alike.
-        look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
-        host_bytes: of the budget, that limit them instead; `None`: no limit.
-        given_window: items that are read, sorted and cut together; `None`: as many as by default.
-        asked: the ranks that share the source.
-        num_replicas: their number.
-        uneven: they may have unequal numbers of batches.
-        drop_last: drop the last micro-batch of a pass if it is incomplete.
-        skip_failed: skip samples that raise.
-        batches_per_epoch: on each rank; `None`: as many as one pass yields.
-        collate_fn: makes a batch of a list of samples.
-        stated: of the rules: what must be the same for samples to be cut the same way.
-
-    Raises:
-        OptionError: an option is invalid.
-    """
-
-    source: Source
-    transforms: tuple[Transform, ...]
-    threads: int
-    rules: BatchRules | None
-    should_add: Any
-    oversize: Oversize
-    size: SizeKey
-    group: Callable[[Any], Hashable] | None
-    look_ahead: int | None
-    host_bytes: int | None
-    given_window: int | None
-    asked: AskedRanks
-    num_replicas: int
-    uneven: bool
-    drop_last: bool
-    skip_failed: bool
-    batches_per_epoch: int | None
-    collate_fn: Callable[[list[Any]], Any]
-    stated: Plain
-
-    def __post_init__(self) -> None:
-        check_key(self.size)
-        ranks, known = self.ranks, self.uneven or self.batches_per_epoch is not None
-        if ranks < self.num_replicas and not known:
-            raise OptionError(
-                f"each of {self.num_replicas} ranks reads its own part, so their numbers of "
-                "batches differ, and a rank would wait for the others forever: give "
-                "batches_per_epoch=…; or uneven=True, and end the loop with stop_together(loader)"
-            )
-        if self.window < ranks:
-            raise OptionError(f"window={self.window} is below the number of ranks, {ranks}")
-        if self.skip_failed and ranks > 1:
-            raise OptionError(
-                f"on_error='skip' with {ranks} ranks that plan from one source: what fails on one "
-                "of them alone would be lost or come twice; use split='ranks', or drop such "
-                "samples in a transform that fails alike everywhere"
-            )
-
-    def groups_of(self, samples: list[Any]) -> npt.NDArray[np.int64] | None:
-        """The number of each sample's group, shape `(S,)`, in the order of their appearance."""
-        if self.group is None:
-            return None
-        numbers: dict[Hashable, int] = {}
-        return np.array([numbers.setdefault(self.group(one), len(numbers)) for one in samples])
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that share each window."""
-        return 1 if self.source.split == "ranks" else self.num_replicas
-
-    @property
-    def window(self) -> int:
-        """Items that are read, sorted and cut together."""
-        return self.given_window or default_window(self.ranks)
-
-    @property
-    def sized(self) -> bool:
-        """True if sizes are taken."""
-        return self.rules is not None or self.size is not None
-
-    def look_ahead_of(self, slot: WorkerSlot) -> int | None:
-        """Bytes of the samples that wait in one process; `None`: no limit."""
-        if self.host_bytes is None:
-            return self.look_ahead
-        return max(self.host_bytes // _HOST_SHARE // slot.workers, 1)
-
-    def dealing(self, slot: WorkerSlot) -> Plain:
-        """The options that must be the same for samples to be read, cut and dealt the same way."""
-        source = self.source
-        dealing: Plain = self.stated | asdict(slot)
-        dealing |= {
-            "oversize": self.oversize,
-            "size": None if callable(self.size) else repr(self.size),
-            "drop_last": self.drop_last,
-            "skip_failed": self.skip_failed,
-        }
-        if source.split != "ranks":
-            dealing["rank"] = None  # all ranks stand in one place
-        read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
-        number, waiting = self.batches_per_epoch, self.look_ahead_of(slot)
-        window: Plain = {"window": self.window, "sized": self.sized, "look_ahead": waiting}
-        return dealing | read | window | {"batches_per_epoch": number}

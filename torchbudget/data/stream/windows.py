@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice, repeat
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -19,11 +19,10 @@ from torch.utils.data import get_worker_info
 from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis
-from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
-from torchbudget.data.stream.generators import numbers_put_aside, sample_seed, seed_generators
+from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
+from torchbudget.data.stream.generators import GeneratorStates, sample_seed, seed_generators
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
-from torchbudget.data.stream.source import Settings
 from torchbudget.data.stream.transforms import Expanded, sample_random
 from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
@@ -33,6 +32,9 @@ from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
 from torchbudget.plan.oversize import oversized
 from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
+
+if TYPE_CHECKING:
+    from torchbudget.data.stream.dataset import BudgetedIterableDataset
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
@@ -52,7 +54,7 @@ _OTHER: Final = (
 # Its shard and its place there, the same in every process; the seed of its transforms' generators;
 # and the item itself.
 Item: TypeAlias = tuple[tuple[int, int], int, Any]
-# Samples of one batch, and the padded size that was planned; `None` where none was.
+# Samples of one batch, and the padded size that was planned; `None`: none was.
 _MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
 # With the place after it: samples cut together, and the number of their rounds that are done.
 Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
@@ -64,11 +66,11 @@ class BufferedSamples:
 
     Attributes:
         cursor: the boundary before them.
-        samples: in the order in which they were read.
+        samples: the samples, in the order in which they were read.
         following: the boundary after them; a pass, if they are the last of one.
         source: the source's state where their window begins.
-        checksum: of their sizes, or their number.
-        sizes: of the samples, where sizes are taken; `None`: they were not, yet.
+        checksum: a checksum of their sizes, or of their number.
+        sizes: sizes of the samples, if sizes are taken; `None`: they were not, yet.
     """
 
     cursor: StreamCursor
@@ -83,27 +85,27 @@ class Windows:
     """The windows of one process, one after the other, cut and dealt to the ranks.
 
     A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
-    it, they belong to it. It is cut in parts where the bytes of the look-ahead are spent.
+    it, they belong to it. It is cut in parts when the bytes of the look-ahead are used up.
 
     Nothing here refers to an iteration: one that is dropped closes its source.
 
     Args:
-        settings: of the stream.
-        slot: of this process.
-        progress: where samples that are skipped are counted.
+        stream: stream whose samples are read.
+        slot: slot of this process.
 
     Attributes:
-        first_sizes: a digest of the sizes in the first window, where ranks share it.
+        first_sizes: a digest of the sizes in the first window, if ranks share it.
     """
 
-    def __init__(self, settings: Settings, slot: WorkerSlot, progress: Progress) -> None:
-        self._settings, self._slot, self._progress = settings, slot, progress
+    def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
+        self._stream, self._slot = stream, slot
+        self._ranks, self._length = stream._window_ranks, stream._window
         self.first_sizes: int | None = None
-        self._endless = settings.batches_per_epoch is not None
-        self._look_ahead = settings.look_ahead_of(slot)
+        self._endless = stream._batches_per_epoch is not None
+        self._look_ahead = stream._look_ahead_of(slot)
         self._run_bytes = None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
         # Items that a window needs; 1 finds out where a pass ends, of which the last batch drops.
-        self._fewest = settings.ranks if settings.ranks > 1 or settings.drop_last else 0
+        self._fewest = self._ranks if self._ranks > 1 or stream._drop_last else 0
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._has_checked_cost = False
@@ -121,7 +123,7 @@ class Windows:
         Raises:
             StateMismatchError: samples whose first rounds are done are cut in other places.
         """
-        ranks, rank = self._settings.ranks, self._slot.rank % self._settings.ranks
+        ranks, rank = self._ranks, self._slot.rank % self._ranks
         uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
         last: list[_MicroBatch] = []  # the round that waits
         expected = start.checksum if start.rounds else None
@@ -138,9 +140,8 @@ class Windows:
             uneven, at = None, buffered.cursor
             checksum = crc32(cuts, buffered.checksum)
             if expected not in (None, checksum):
-                if not self._settings.source.may_seek:
+                if not self._stream._source.stop_seeking():
                     raise StateMismatchError(_OTHER.format(f"the window at item {at.start} has"))
-                self._settings.source.seeks = False  # it is skipped through from now on
                 parts.close()
                 yield from self.micro_batches(start)
                 return
@@ -158,7 +159,7 @@ class Windows:
             if ranks == 1:
                 yield buffered.following, 0, last.pop()
             rounds.clear()
-        if uneven is not None and not self._settings.drop_last:
+        if uneven is not None and not self._stream._drop_last:
             if not last:
                 begun = uneven.cursor
             samples = [sample for batch, _ in last for sample in batch] + uneven.samples
@@ -178,7 +179,7 @@ class Windows:
             raise UnevenRanksError(
                 f"{len(uneven.samples)} samples fill the look-ahead of "
                 f"{format_bytes(self._look_ahead)}, and cannot be dealt evenly to "
-                f"{self._settings.ranks} ranks: allow more bytes, or use fewer ranks"
+                f"{self._ranks} ranks: allow more bytes, or use fewer ranks"
             )
         return replace(uneven, samples=samples, following=buffered.following, sizes=None)
 
@@ -188,27 +189,27 @@ class Windows:
         Raises:
             UnevenRanksError: they cannot be dealt evenly.
         """
-        settings, samples, cursor = self._settings, buffered.samples, buffered.cursor
+        stream, samples, cursor = self._stream, buffered.samples, buffered.cursor
         sizes = buffered.sizes
         if sizes is None:
             sizes = self._sizes(samples, cursor.start)
-        if settings.ranks > 1 and self.first_sizes is None:
+        if self._ranks > 1 and self.first_sizes is None:
             self.first_sizes = buffered.checksum
-            check_same_samples(settings.asked, self._slot.worker, self.first_sizes)
+            check_same_samples(stream._ranks, self._slot.worker, self.first_sizes)
         key = WindowKey(
-            seed=settings.source.seed,
+            seed=stream._source.seed,
             path=(cursor.first_epoch, cursor.number),
             places=np.array([cursor.start]),
-            numbers=np.array([cursor.first_epoch + cursor.window(settings.window)]),
-            shuffle=settings.source.shuffle,
+            numbers=np.array([cursor.first_epoch + cursor.window(self._length)]),
+            shuffle=stream._source.shuffle,
         )
-        ranks, rules = Ranks(number=settings.ranks), settings.rules
-        last = settings.drop_last and not buffered.following.start
+        ranks, rules = Ranks(number=self._ranks), stream._rules
+        last = stream._drop_last and not buffered.following.start
         if rules is None or sizes is None:  # a cost has sizes
-            add = settings.should_add
+            add: Any = stream.cost
             rounds = rounds_by_predicate(add, samples, sizes, ranks, key, drop_last=last)
         else:
-            groups = settings.groups_of(samples)
+            groups = stream._groups_of(samples)
             rounds = rounds_by_cost(rules, sizes, ranks, key, drop_last=last, groups=groups)
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
@@ -224,11 +225,11 @@ class Windows:
             SampleError: an item cannot be read, or the source has none.
             StateMismatchError: the source ends before `cursor`, or has other sizes before it.
         """
-        settings, slot, length = self._settings, self._slot, self._settings.window
-        split = settings.source.split
-        at_once = settings.threads * _FOR_A_THREAD[self._look_ahead is None]
-        with ThreadPoolExecutor(settings.threads or 1, "torchbudget") as threads:
-            pipeline = partial(transformed, settings=settings, threads=threads, at_once=at_once)
+        stream, slot, length = self._stream, self._slot, self._length
+        split = stream._source.split
+        at_once = stream._threads * _FOR_A_THREAD[self._look_ahead is None]
+        with ThreadPoolExecutor(stream._threads or 1, "torchbudget") as threads:
+            pipeline = partial(transformed, stream=stream, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
                 begun, given = cursor, False
                 with closing(self._opened(cursor, pipeline)) as reader:
@@ -260,15 +261,14 @@ class Windows:
             StateMismatchError: the samples before the cursor have other sizes.
         """
         while True:
-            reader = self._settings.source.open(self._slot, cursor)
+            reader = self._stream._source.open(self._slot, cursor)
             try:
                 reader.go_to(cursor)
                 self._check_before(reader, cursor, pipeline)
             except StateMismatchError:
                 reader.close()
-                if not reader.sought:
+                if not self._stream._source.stop_seeking():
                     raise
-                self._settings.source.seeks = False  # it is skipped through from now on
             else:
                 return reader
 
@@ -277,7 +277,7 @@ class Windows:
     ) -> None:
         """Compare the samples before a boundary with their checksum, and go to the boundary."""
         if not cursor.rounds and cursor.checksum is not None:
-            checksum, length = 0, self._settings.window
+            checksum, length = 0, self._length
             # Windows of other workers may lie between them and the boundary.
             stop = min(cursor.start, (cursor.checked // length + 1) * length)
             runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
@@ -297,12 +297,12 @@ class Windows:
         Raises:
             SampleError: none came of all that this process reads.
         """
-        settings, slot = self._settings, self._slot
-        alone = slot.part(settings.source.split)[1] == 1
+        stream, slot = self._stream, self._slot
+        alone = slot.part(stream._source.split)[1] == 1
         nothing = not items or (slot.workers == 1 and not given)
         # Windows move on by one worker in each pass, and as many passes as ranks can be dealt.
         self._empty_passes += 1
-        most_empty = slot.workers * settings.ranks
+        most_empty = slot.workers * self._ranks
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
             raise SampleError(
                 f"the source has no samples for worker {slot.worker} of {slot.workers}, of {items} "
@@ -322,7 +322,7 @@ class Windows:
     ) -> Iterator[BufferedSamples]:
         """Yield the samples of one window, all at once or as many as the bytes allow."""
         begun, waiting, look_ahead, state = cursor, list[Any](), self._look_ahead, reader.state
-        if look_ahead is None and not (self._settings.transforms or self._settings.skip_failed):
+        if look_ahead is None and not (self._stream._transforms or self._stream._skip_failed):
             waiting = reader.take(stop - reader.position)
             waiting += reader.tail(self._fewest)
         else:
@@ -360,7 +360,7 @@ class Windows:
     def _items(
         self, reader: Reader, cursor: StreamCursor, runs: Iterable[list[Any]]
     ) -> Iterator[Item]:
-        key = self._settings.source.seed, cursor.first_epoch, cursor.number
+        key = self._stream._source.seed, cursor.first_epoch, cursor.number
         for values in runs:
             values.reverse()
             while values:  # an item that was made into samples is not kept here
@@ -368,9 +368,8 @@ class Windows:
                 yield name, sample_seed(*name, *key), values.pop()
 
     def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any] | None:
-        """The sizes of samples; `None` where sizes are not taken."""
-        settings = self._settings
-        return sizes_of_all(samples, settings.size, first) if settings.sized else None
+        """The sizes of samples; `None` if sizes are not taken."""
+        return sizes_of_all(samples, self._stream._size, first) if self._stream._sized else None
 
     def _checksum(self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0) -> int:
         """A checksum of sizes, or of the number of samples, after that of the samples before."""
@@ -378,45 +377,48 @@ class Windows:
 
     def _measured(self, part: BufferedSamples) -> BufferedSamples:
         """Samples with sizes and checksum, without those that are too large."""
-        settings, samples, first = self._settings, part.samples, part.cursor.start
+        stream, samples, first = self._stream, part.samples, part.cursor.start
         sizes = self._sizes(samples, first) if samples else None
         checksum, following = self._checksum(samples, sizes), part.following
         if following.start:  # else another pass begins
             following = following._replace(source=part.source, checked=first, checksum=checksum)
         if sizes is not None and not self._has_checked_axes and len(sizes) >= _FEWEST:
-            check_first_axis(lambda few: [samples[i] for i in few], settings.size, sizes, "size")
+            check_first_axis(lambda few: [samples[i] for i in few], stream._size, sizes, "size")
             self._has_checked_axes = True
-        if sizes is not None and settings.rules is not None:
-            rules, largest = settings.rules, sizes.max(axis=0)
+        if sizes is not None and stream._rules is not None:
+            rules, largest = stream._rules, sizes.max(axis=0)
             if not self._has_checked_cost:
                 check_cost(rules, sizes, largest)
                 self._has_checked_cost = True
             # Transforms make several samples of one item, or none, so that samples have no index.
             called = f"sample {{}} of those that begin with item {first}".format
-            over = oversized(sizes, largest, rules, settings.oversize, called)
+            over = oversized(sizes, largest, rules, stream._oversize, called)
             if over.size:
-                self._progress.skipped[self._slot.worker] += over.size, 0
+                self._stream._progress.skipped[self._slot.worker] += over.size, 0
                 stays = np.delete(np.arange(len(sizes)), over)
                 samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
         return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
 
     def _accepted(self, samples: list[Any] | SampleError) -> list[Any]:
-        """Return the samples of an item, none where it failed; raise where none may be skipped."""
+        """Return the samples of an item, none if it failed; raise if none may be skipped."""
         if not isinstance(samples, SampleError):
             return samples
-        if not self._settings.skip_failed:
+        if not self._stream._skip_failed:
             raise samples
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", samples)
             self._warned = True
-        self._progress.skipped[self._slot.worker] += 0, 1
+        self._stream._progress.skipped[self._slot.worker] += 0, 1
         return []
 
 
 def _next_of(parts: Iterator[BufferedSamples]) -> BufferedSamples | None:
-    """Return the next part, which is read while the process's own numbers are put aside."""
-    with numbers_put_aside():
+    """Return the next part; the process keeps its own random numbers while it is read."""
+    own = GeneratorStates.now()
+    try:
         return next(parts, None)
+    finally:
+        own.restore()
 
 
 def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[Found]:
@@ -425,14 +427,14 @@ def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Itera
     Args:
         begun: the cursor.
         before: rounds of the samples before these.
-        batches: of the rounds after them.
+        batches: micro-batches of the rounds after them.
     """
     done = max(begun.rounds, before)
     return zip(repeat(begun), count(done + 1), batches[done - before :])
 
 
 def transformed(
-    items: Iterator[Item], settings: Settings, threads: Executor, *, at_once: int
+    items: Iterator[Item], stream: BudgetedIterableDataset, threads: Executor, *, at_once: int
 ) -> Iterator[list[Any] | SampleError]:
     """Yield the samples of each item, or the error of its transforms, in order.
 
@@ -442,39 +444,39 @@ def transformed(
     With threads, items are read, then transformed: a source is never read while a transform runs.
 
     Args:
-        items: that were read.
-        settings: of the stream.
-        threads: that apply the transforms, each to another item, if the settings say so.
+        items: items that were read.
+        stream: stream whose transforms are applied.
+        threads: threads that apply the transforms, each to another item, if the stream says so.
         at_once: items that threads are given together.
     """
-    if not settings.threads:
+    if not stream._threads:
         for item in items:
-            if settings.transforms:
+            if stream._transforms:
                 seed_generators(item[1])
-            made = [_transformed(settings, item)]
+            made = [_transformed(stream, item)]
             del item
             yield made.pop()
         return
     while some := list(islice(items, at_once)):
         seed_generators(some[0][1])
-        yield from list(threads.map(partial(_transformed, settings), some))
+        yield from list(threads.map(partial(_transformed, stream), some))
 
 
-def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
+def _transformed(stream: BudgetedIterableDataset, item: Item) -> list[Any] | SampleError:
     name, seed, value = item
     token = sample_random.set(seed)
     samples = [value]
     try:
-        for transform in settings.transforms:
+        for transform in stream._transforms:
             if isinstance(transform, Expanded):
                 samples = [one for sample in samples for one in transform(sample)]
             else:
                 samples = [transform(sample) for sample in samples]
-        if settings.skip_failed and settings.sized:
+        if stream._skip_failed and stream._sized:
             for sample in samples:
-                size_of(sample, settings.size, name[1])
+                size_of(sample, stream._size, name[1])
     except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
-        described = settings.source.describe(name, value)
+        described = stream._source.describe(name, value)
         failure = SampleError(f"{described} cannot be made: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure
