@@ -70,8 +70,6 @@ def _of_devices() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], object]
     if accelerator is None:
         return []
     module: Any = torch.get_device_module(accelerator)
-    if accelerator.type == "mps":  # a single device, which has no context to be initialized
-        return [(module.get_rng_state, module.set_rng_state)] if module.is_available() else []
     devices = range(module.device_count()) if module.is_initialized() else ()
     return [
         (partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))

@@ -22,7 +22,7 @@ from torchbudget.cost.protocol import Sizes
 from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
 from torchbudget.errors import OptionError, OtherSizesWarning, SizesError
 from torchbudget.files import write_whole
-from torchbudget.progress import with_bar
+from torchbudget.progress import counting
 from torchbudget.protocols import MapStyle
 from torchbudget.warn import warn
 
@@ -159,13 +159,13 @@ def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
         collate_fn=np.asarray,  # torch's own would make a tensor in shared memory of each
         generator=torch.Generator(),  # without it the loader draws from the global generator
     )
-    read: Iterable[Sizes] = loader
-    if progress:
-        read = with_bar(loader, total=len(measured), unit="samples", description="sizes", count=len)
     chunks: list[Sizes] = []
-    for chunk in read:
-        chunks.append(chunk)
-        check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
+    shown = counting(unit="samples", total=len(measured), description="sizes", shown=progress)
+    with shown as advance:
+        for chunk in loader:
+            chunks.append(chunk)
+            check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
+            advance(len(chunk))
     if not chunks:
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
