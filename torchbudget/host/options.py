@@ -175,25 +175,24 @@ def loader_options(
 def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0) -> HostBytes:
     """Predict the most that a `DataLoader` will need of the host, this process included.
 
-    The model and the trial are those of `loader_options`. The batches of a
-    `MemoryBudgetBatchSampler` are known in advance; of another loader some are read, and the
-    largest of them counts for all. The loader is not iterated and no data is read here.
+    The model and the trial are those of `loader_options`, the options those of the loader. The
+    loader is not iterated and no data is read here.
 
     Args:
-        loader: any `DataLoader`; the workers of one that is being iterated count twice.
+        loader: over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`; the workers of one
+            that is being iterated count twice.
         reserve: bytes that this process will allocate later.
 
     Raises:
-        OptionError: `loader` is no `DataLoader`, or its order cannot be looked at.
+        OptionError: it is another loader, or has another number of samples than its sampler.
         MachineError: there is no `/proc` to read memory from.
 
     >>> dataset = [torch.zeros(1000) for _ in range(20)]
-    >>> needs = host_bytes(torch.utils.data.DataLoader(dataset, batch_size=5))
+    >>> sampler = MemoryBudgetBatchSampler([1000] * 20, PaddedCost(unit_bytes=1), 5000)
+    >>> needs = host_bytes(torch.utils.data.DataLoader(dataset, batch_sampler=sampler))
     >>> needs.total_bytes > needs.shared_bytes == 0
     True
     """
-    if not isinstance(loader, DataLoader):
-        raise OptionError(f"expected a DataLoader, got {type(loader).__name__}")
     return HostModel.of(loader, later=parse_bytes(reserve)).needs(
         loader.num_workers,
         loader.prefetch_factor or 0,
@@ -211,16 +210,10 @@ def _one_worker(
         if dataset is not None or collate_fn is not None:
             raise OptionError("a stream has its data set and its collate_fn: leave both out")
         return DataLoader(source, batch_size=None, **workers)
-    if not isinstance(source, MemoryBudgetBatchSampler):
-        raise OptionError(
-            "expected a MemoryBudgetBatchSampler or a BudgetedIterableDataset, "
-            f"got {type(source).__name__}; host_bytes(loader) predicts what any loader needs"
-        )
     if not isinstance(dataset, MapStyle):
         raise OptionError(
             "give dataset=, the sampler's map-style data set: the bytes of its samples are found "
             f"by reading some; got {type(dataset).__name__}"
         )
-    source.check_dataset(dataset)
     samples: Any = dataset
     return DataLoader(samples, batch_sampler=source, collate_fn=collate_fn, **workers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import math
 import multiprocessing
 import pickle
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -54,7 +54,6 @@ class Trial:
             half of the trial: Python counts references in the objects, so that reading is writing.
         common: bytes of this process's memory that the worker had not copied in the end.
         starting: bytes that a worker takes while it starts, beside `private`.
-        mapped: bytes of mapped data files, which the kernel can take back.
     """
 
     numbers: Sequence[int]
@@ -67,7 +66,6 @@ class Trial:
     copied_each: float = 0.0
     common: int = 0
     starting: int = 0
-    mapped: int
 
 
 def try_batches(
@@ -75,11 +73,11 @@ def try_batches(
 ) -> Trial:
     """Let one worker make batches one after the other, and read its memory between them.
 
-    The data set is read in the worker only.
+    The data set is read in the worker only; of a stream, a copy.
 
     Args:
         loader: gives the data set, the collate and the way workers start.
-        batches: lists of indices, at least two, the first two of them small.
+        batches: lists of indices, at least two, the first two of them small; of a stream, numbers.
         elements: about the elements of each batch, at least 1, in any unit: batches that could
             overflow `/dev/shm`, by what those before took, are left out.
 
@@ -89,7 +87,7 @@ def try_batches(
     numbers: list[int] = []
     readings: list[ProcessPages] = []
     found: list[tuple[tuple[int, ...], int]] = []  # of the batches that came
-    children, pool, mapped = _children(), shared_memory(), 0
+    children, pool, mapped = _children(), shared_memory(), 0  # bytes of mapped data files
 
     def watched() -> Iterator[list[int]]:
         # The loader asks for the next list when the worker has handed over a batch and is idle.
@@ -108,7 +106,7 @@ def try_batches(
         readings.append(process_pages(pid))
         mapped = mapped_data_bytes(pid)
 
-    for batch in _with_one_worker(loader, batch_sampler=watched()):
+    for batch in _with_one_worker(loader, watched()):
         found.append(batch_bytes(batch))
         del batch
     storages, plain = zip(*found[1:], strict=True)
@@ -132,42 +130,29 @@ def try_batches(
         copied_each=max(0, middle.common - last.common) / max(1, sum(amounts[half:])),
         common=last.common,
         starting=max(0, settled.peak_resident - settled.resident) + _sent_bytes(loader),
-        mapped=mapped,
     )
 
 
-def try_stream(loader: DataLoader[Any]) -> Trial:
-    """Let one worker read batches of a copy of an iterable data set, while its memory is read.
+class StreamBatches:
+    """The batches of a stream by number, as a worker reads them one after the other.
 
-    The worker reads ahead, so that its highest use is known, but not its parts.
+    A stream that ends starts over.
 
-    Raises:
-        MachineError: the worker's memory cannot be read.
-        OptionError: the data set yields nothing.
+    Args:
+        stream: that yields batches; a copy is read.
+        convert: what a `DataLoader` does with each.
     """
-    children, ends, used = _children(), math.inf, 0
-    batches = iter(_with_one_worker(loader, batch_size=loader.batch_size))
-    [pid] = _children() - children
-    found: list[tuple[tuple[int, ...], int]] = []
-    for batch in batches:
-        pages = process_pages(pid)
-        used = max(used, pages.private + max(0, pages.peak_resident - pages.resident))
-        found.append(batch_bytes(batch))
-        ends = min(ends, time.monotonic() + _TRIAL_S)  # from the first batch on
-        if len(found) >= _ALWAYS and time.monotonic() > ends:
-            break
-    if not found:
+
+    def __init__(self, stream: IterableDataset[Any], convert: Callable[[Any], Any]) -> None:
+        self._stream, self._convert = copy.copy(stream), convert
+        self._batches: Iterator[Any] = iter(())
+
+    def __getitem__(self, number: int) -> Any:
+        for _ in range(2):
+            for batch in self._batches:
+                return self._convert(batch)
+            self._batches = iter(self._stream)
         raise OptionError("the data set yields no batch, so that the bytes of one are unknown")
-    storages, plain = zip(*found, strict=True)
-    return Trial(
-        numbers=range(len(found)),
-        storages=storages,
-        plain=plain,
-        building=[0] * len(found),
-        private=used,
-        starting=_sent_bytes(loader),
-        mapped=mapped_data_bytes(pid),
-    )
 
 
 def batch_bytes(batch: Any) -> tuple[tuple[int, ...], int]:
@@ -219,16 +204,17 @@ def forks(loader: DataLoader[Any]) -> bool:
     return bool(context.get_start_method() == "fork")
 
 
-def _with_one_worker(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
+def _with_one_worker(loader: DataLoader[Any], order: Iterator[list[int]]) -> DataLoader[Any]:
     """The same loader with one worker that makes one batch ahead.
 
-    It reads a copy of an iterable data set, and draws nothing from the global generators.
+    It draws nothing from the global generators.
     """
-    dataset = loader.dataset
+    dataset: Any = loader.dataset
+    is_stream = isinstance(dataset, IterableDataset)
     return DataLoader(
-        copy.copy(dataset) if isinstance(dataset, IterableDataset) else dataset,
-        **order,
-        collate_fn=loader.collate_fn,
+        StreamBatches(dataset, loader.collate_fn) if is_stream else dataset,
+        batch_sampler=order,  # type: ignore[arg-type]
+        collate_fn=itemgetter(0) if is_stream else loader.collate_fn,
         num_workers=1,
         prefetch_factor=1,
         worker_init_fn=partial(_start, loader.worker_init_fn),
