@@ -51,6 +51,12 @@ class RandomState:
             devices=[read() for read, _ in _of_devices()],
         )
 
+    def __enter__(self) -> None:
+        """Begin a context whose end restores the states."""
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         """Set every generator to its state, but for devices that this machine does not have."""
         random.setstate(self.python)

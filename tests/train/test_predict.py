@@ -149,7 +149,7 @@ def other_loader(kind: str) -> Any:
     return [texts_of([3])] if kind == "list" else DataLoader(texts_of([3, 3]), batch_size=2)
 
 
-UNKNOWN = r"predict needs a DataLoader.*shuffle=False"
+UNKNOWN = r"predict without a budget needs a DataLoader.*shuffle=False"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torchbudget.host.trial import Trial, forks, try_batches
 from torchbudget.machine.process_tree import mapped_data_bytes, process_pages, process_tree
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
+from torchbudget.protocols import MapStyle
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
@@ -45,13 +46,11 @@ class HostBytes:
             count.
         shared_bytes: the bytes of `/dev/shm` among them.
         descriptors: files that this process has open for workers and batches.
-        basis: the batches that the prediction rests on.
     """
 
     parts: tuple[tuple[str, int], ...]
     shared_bytes: int
     descriptors: int
-    basis: str
 
     @property
     def total_bytes(self) -> int:
@@ -66,7 +65,6 @@ class HostBytes:
             lines[-1] += f"  {self.total_bytes / budget_bytes:.1%} of {format_bytes(budget_bytes)}"
         shared = format_bytes(self.shared_bytes)
         lines.append(f"{shared} of it in /dev/shm; {self.descriptors} open files")
-        lines.append(f"by {self.basis}")
         return "\n".join(lines)
 
     __str__ = table
@@ -145,7 +143,6 @@ class InFlight:
         storages: bytes of each storage of each planned batch, or of each that was tried; shape
             `(tensors, m)`.
         building: the most bytes that a worker takes beside a batch while it makes it.
-        basis: the batches that the bytes rest on, for people.
     """
 
     def __init__(
@@ -153,13 +150,11 @@ class InFlight:
     ) -> None:
         storages = [*zip_longest(*trial.storages, fillvalue=0)]
         columns = np.array([trial.plain, trial.building, *storages], np.float64)
-        self.basis = f"the largest of {len(trial.plain)} batches that were read"
         self._is_planned = shapes is not None
         if shapes is not None:
             asked = shapes.features()
             known = asked[[places[number] for number in trial.numbers]]
             columns = np.stack([_bound(known, row, asked) for row in columns])
-            self.basis = f"{len(asked):,} planned batches"
         self._plain, self.storages = columns[0], columns[2:]
         self._shared = (-(-self.storages // _PAGE_BYTES) * _PAGE_BYTES).sum(axis=0)
         self.building = int(columns[1].max())
@@ -237,14 +232,14 @@ class HostModel:
         """Try a loader, whatever its number of workers, and then read this process's memory.
 
         Raises:
-            OptionError: it reads neither a sampler nor a stream of ours, or not as many samples as
-                the sampler has sizes.
+            OptionError: it has neither a sampler with a map-style data set nor a stream of ours, or
+                not as many samples as the sampler has sizes.
             MachineError: there is no `/proc`.
         """
         dataset: Any = getattr(loader, "dataset", None)
         sampler: Any = getattr(loader, "batch_sampler", None)
         elements = 0.0
-        if isinstance(sampler, MemoryBudgetBatchSampler):
+        if isinstance(sampler, MemoryBudgetBatchSampler) and isinstance(dataset, MapStyle):
             sampler.check_dataset(dataset)
             shapes = PlannedShapes.read(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
             places = shapes.to_try()
@@ -257,8 +252,9 @@ class HostModel:
             in_flight = InFlight(trial)
         else:
             raise OptionError(
-                "batches must come from a MemoryBudgetBatchSampler or a BudgetedIterableDataset, "
-                f"whose sizes are known, got batch_sampler={type(sampler).__name__}"
+                "batches must come from a MemoryBudgetBatchSampler of a map-style data set, or a "
+                f"BudgetedIterableDataset, got batch_sampler={type(sampler).__name__}, "
+                f"dataset={type(dataset).__name__}"
             )
         tree, libraries = process_tree(), process_pages().file - mapped_data_bytes()
         # Without the data files that this process maps, which can be read again.
@@ -270,25 +266,23 @@ class HostModel:
         }
         return cls(trial=trial, in_flight=in_flight, elements=elements, known=known)
 
-    def needs(self, workers: int, prefetch: int, *, pins: bool, persists: bool = True) -> HostBytes:
+    def needs(self, workers: int, prefetch: int, *, pins: bool) -> HostBytes:
         """The bytes of each part of a loader with these options, while it is iterated.
 
         Args:
             workers: `num_workers`.
             prefetch: `prefetch_factor`; 0 without workers.
             pins: whether batches are copied to pinned memory.
-            persists: `persistent_workers`, each of which reads all sooner or later.
         """
         trial, flight = self.trial, self.in_flight
         # Batches that workers were asked for, one that is returned, one that the loop still has.
         batches = workers * prefetch + 2
         building = max(workers, 1) * flight.building
-        to_read = self.elements / (1 if persists else max(workers, 1)) - trial.read
-        copied = min(int(trial.copied_each * max(0, to_read)), trial.common)
+        # Each worker that persists reads all of the data set sooner or later.
+        copied = min(int(trial.copied_each * self.elements), trial.common)
         # Workers start before any batch is on its way.
         starting = trial.starting - flight.peak(batches) - building if workers else 0
         parts = {
-            "what reading keeps": 0 if workers else trial.kept,
             "workers": workers * trial.private,
             "their copies of this process's objects": workers * copied,
             "batches in flight": flight.peak(batches),
@@ -302,5 +296,4 @@ class HostModel:
             parts=tuple((name, size) for name, size in {**self.known, **parts}.items() if size),
             shared_bytes=flight.peak_shared(batches) if workers else 0,
             descriptors=files + _DESCRIPTORS_PER_WORKER * workers if workers else 0,
-            basis=flight.basis,
         )

@@ -122,8 +122,19 @@ def loader_options(
             f"got {budget!r}"
         )
     most = optional("max_workers", max_workers) or max(1, usable_processors() // ranks)
-    loader = _one_worker(
-        sampler_or_stream, dataset, collate_fn, worker_init_fn, multiprocessing_context
+    samples: Any = dataset
+    order: dict[str, Any] = {"batch_sampler": sampler_or_stream}
+    if isinstance(sampler_or_stream, BudgetedIterableDataset):
+        if dataset is not None or collate_fn is not None:
+            raise OptionError("a stream has its data set and its collate_fn: leave both out")
+        samples, order = sampler_or_stream, {"batch_size": None}
+    loader = DataLoader(
+        samples,
+        collate_fn=collate_fn,
+        num_workers=1,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        **order,
     )
     model = HostModel.of(loader, later=parse_bytes(reserve))
     shm = shared_memory()
@@ -156,9 +167,8 @@ def loader_options(
         )
     workers = next((n for n in range(most, 0, -1) if not over(n, 1)), 0)
     prefetch = next((n for n in range(_PREFETCH, 0, -1) if workers and not over(workers, n)), 0)
-    is_most = workers == most and prefetch == _PREFETCH
     more = over(workers + 1, 1) if workers < most else over(workers, prefetch + 1)
-    limited_by = f"max_workers={most}, or the processors of this rank" if is_most else more
+    limited_by = more or f"max_workers={most}, or the processors of this rank"
     if not workers:
         _log.warning("no worker fits: %s; batches will be loaded in the loop", limited_by)
     options: dict[str, Any] = {
@@ -197,23 +207,4 @@ def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0) -> HostBytes:
         loader.num_workers,
         loader.prefetch_factor or 0,
         pins=loader.pin_memory and torch.accelerator.is_available(),
-        persists=loader.persistent_workers,
     )
-
-
-def _one_worker(
-    source: Any, dataset: Any, collate_fn: Any, start: Any, context: Any
-) -> DataLoader[Any]:
-    """A loader of a sampler's or a stream's batches."""
-    workers = {"num_workers": 1, "worker_init_fn": start, "multiprocessing_context": context}
-    if isinstance(source, BudgetedIterableDataset):
-        if dataset is not None or collate_fn is not None:
-            raise OptionError("a stream has its data set and its collate_fn: leave both out")
-        return DataLoader(source, batch_size=None, **workers)
-    if not isinstance(dataset, MapStyle):
-        raise OptionError(
-            "give dataset=, the sampler's map-style data set: the bytes of its samples are found "
-            f"by reading some; got {type(dataset).__name__}"
-        )
-    samples: Any = dataset
-    return DataLoader(samples, batch_sampler=source, collate_fn=collate_fn, **workers)

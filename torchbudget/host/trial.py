@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchbudget.errors import OptionError
 from torchbudget.machine.high_water import restart_peak
@@ -48,8 +48,6 @@ class Trial:
         building: bytes that the worker took beside the batch while it read its samples and made it.
         private: the most memory that the worker had between batches and shared with no other
             process: its heap, its imports, its copies of this process's pages.
-        kept: the part of `private` that came with reading: samples that the data set keeps.
-        read: elements that the worker read after the first batch.
         copied_each: bytes of this process's memory that the worker copied per element in the second
             half of the trial: Python counts references in the objects, so that reading is writing.
         common: bytes of this process's memory that the worker had not copied in the end.
@@ -61,8 +59,6 @@ class Trial:
     plain: Sequence[int]
     building: Sequence[int]
     private: int
-    kept: int = 0
-    read: int = 0
     copied_each: float = 0.0
     common: int = 0
     starting: int = 0
@@ -113,6 +109,7 @@ def try_batches(
     amounts = [elements[number] for number in numbers]
     half = (len(amounts) + 1) // 2  # of what followed the first batch
     settled, middle, last = readings[1], readings[half], readings[-1]
+    sent = 0 if forks(loader) else len(ForkingPickler.dumps(loader.dataset))
     # What building leaves in the heap is in `private`, and is used again.
     highest = max(one.anonymous for one in readings[1:])
     return Trial(
@@ -125,15 +122,13 @@ def try_batches(
         ],
         # Pages of mapped data may be dirty still, and are then no private pages of files.
         private=max(one.private + max(0, one.private_file - mapped) for one in readings[1:]),
-        kept=highest - settled.anonymous,
-        read=sum(amounts[1:]),
         copied_each=max(0, middle.common - last.common) / max(1, sum(amounts[half:])),
         common=last.common,
-        starting=max(0, settled.peak_resident - settled.resident) + _sent_bytes(loader),
+        starting=max(0, settled.peak_resident - settled.resident) + sent,
     )
 
 
-class StreamBatches:
+class StreamBatches(Dataset[Any]):
     """The batches of a stream by number, as a worker reads them one after the other.
 
     A stream that ends starts over.
@@ -213,7 +208,7 @@ def _with_one_worker(loader: DataLoader[Any], order: Iterator[list[int]]) -> Dat
     is_stream = isinstance(dataset, IterableDataset)
     return DataLoader(
         StreamBatches(dataset, loader.collate_fn) if is_stream else dataset,
-        batch_sampler=order,  # type: ignore[arg-type]
+        batch_sampler=order,
         collate_fn=itemgetter(0) if is_stream else loader.collate_fn,
         num_workers=1,
         prefetch_factor=1,
@@ -234,8 +229,3 @@ def _building(before: ProcessPages, after: ProcessPages, batch_bytes: int, highe
 
 def _children() -> set[int]:
     return {one.pid for one in multiprocessing.active_children() if one.pid}
-
-
-def _sent_bytes(loader: DataLoader[Any]) -> int:
-    """Bytes of the data set as it is sent to a worker that does not fork."""
-    return 0 if forks(loader) else len(ForkingPickler.dumps(loader.dataset))

@@ -73,7 +73,7 @@ def outputs_of(
         progress: show a bar.
         folder: opens a folder that keeps outputs.
     """
-    sampler = index_source_of(loader, "predict", "…, shuffle=False")
+    sampler = index_source_of(loader, "predict without a budget", "…, shuffle=False")
     ranks = _ranks_of(sampler, group)
     dataset: Any = loader.dataset
     saved = None if folder is None else folder(ranks)

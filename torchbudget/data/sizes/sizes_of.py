@@ -89,11 +89,6 @@ def sizes_of(
     array([[32, 48]], dtype=int32)
     """
     check_key(key)
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
-        raise SizesError(
-            "expected a map-style dataset, with __getitem__ and __len__, "
-            f"got {type(dataset).__name__}"
-        )
     measured = SizeDataset(dataset, key)
 
     def measure() -> Sizes:
@@ -118,9 +113,19 @@ def sizes_of(
 
 
 class SizeDataset(Dataset[npt.NDArray[np.int64]]):
-    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
+    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`.
+
+    Raises:
+        SizesError: the dataset is not map-style.
+    """
 
     def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
+            raise SizesError(
+                "expected a map-style dataset, with __getitem__ and __len__, got "
+                f"{type(dataset).__name__}; for a stream use BudgetedIterableDataset(source, cost, "
+                "budget, size=…)"
+            )
         self.dataset = dataset
         self.key = key
 
