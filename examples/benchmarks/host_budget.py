@@ -44,8 +44,8 @@ taken than may be. For a stream the largest batch of the trial stands for all. P
 data file do not count, since the kernel takes them back. Each worker collects its garbage once when
 it starts, as in a long run it does at some time: that copies what it had in common with its parent.
 The budget is what the process has before its loader is made and `MiB` for loading; what one more
-worker needs is what may be left of it, by a second trial, which differs from the first by about 1
-%. The search times every number of workers up to 4 over whole epochs, half a second each.
+worker needs is what may be left of it, by a second trial, which differs from the first by about
+1 %. The search times every number of workers up to 4 over whole epochs, half a second each.
 """
 
 from __future__ import annotations

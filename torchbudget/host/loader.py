@@ -106,8 +106,8 @@ def loader(
 
     Raises:
         OptionError: an argument is none of its kind, or two do not go together.
-        SizesError: the data set is a stream, several fields are ragged, or a sample has another size
-            when it is read again.
+        SizesError: the data set is a stream; several fields are ragged; or a sample has another
+            size when it is read again.
         CostError: the step cannot be measured.
         BudgetError: the ranks of this machine have more in their budgets than it has.
         RankError: another rank failed.
