@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchbudget as tb
 from tests.support.memory_groups import SHM
@@ -160,28 +160,18 @@ def test_open_files_limit_what_is_prefetched() -> None:
     assert chosen.limited_by.startswith("open files")
 
 
-class Few(IterableDataset[list[torch.Tensor]]):
-    """A source of no sample, or of one."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([torch.zeros(8192)] * self.samples)
-
-
-def few(samples: int) -> tb.BudgetedIterableDataset:
-    return tb.BudgetedIterableDataset(Few(samples), tb.PaddedCost(unit_bytes=1), 9999, size=len)
-
-
 def test_a_loader_with_options_of_ones_own_can_be_asked_about() -> None:
     """What it needs follows from its options; a stream of one batch is read again and again."""
-    of_one = DataLoader(few(1), batch_size=None, num_workers=2)
-    needs = host_bytes(of_one)
+    cost, source = tb.PaddedCost(unit_bytes=1), [[torch.zeros(8192)]]
+    of_one, of_none = (
+        tb.BudgetedIterableDataset(source, cost, 16_384, size=len, drop_last=drops)
+        for drops in (False, True)
+    )
+    needs = host_bytes(DataLoader(of_one, batch_size=None, num_workers=2))
     assert needs.shared_bytes == 6 * 32768  # six batches in whole pages
     assert "total" in str(needs)
     with pytest.raises(OptionError, match="yields no batch"):
-        host_bytes(DataLoader(few(0), batch_size=None))
+        host_bytes(DataLoader(of_none, batch_size=None))
     for wrong in (DataLoader(TensorDataset(torch.zeros(64, 9)), 8), SIZES):
         with pytest.raises(OptionError, match="must come from a MemoryBudgetBatchSampler"):
             host_bytes(wrong)
