@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -257,10 +256,9 @@ def predict(
     forward = Forward(model, split_outputs, device)
     made: Any = data
     if budget is not None or options:
-        asked: Any = budget  # `None` is refused there
-        options = {"shuffle": False, "device": device} | options
+        options = {"shuffle": False, "device": device, "budget": budget} | options
         with evaluation_mode(modules_of(model)):
-            made = loader(data, forward, asked, **options)
+            made = loader(data, forward, **options)
     opened = None if folder is None else _opened(Path(folder), forward, made)
     return outputs_of(forward, made, gather=gather, group=group, progress=progress, folder=opened)
 
@@ -437,8 +435,7 @@ def _summary(
     each, key = report.batches // report.ranks, batches.key
     least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
     lines = [
-        f"sizes  {len(sizes):,} samples of {least} to {most}, by "
-        + (getattr(key, "__name__", "a function") if callable(key) else repr(key)),
+        f"sizes  {len(sizes):,} samples of {least} to {most}, by {getattr(key, '__name__', key)!r}",
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
         f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",
@@ -448,7 +445,7 @@ def _summary(
     return lines
 
 
-def _shown(size: npt.NDArray[np.int64]) -> str:
+def _shown(size: Any) -> str:
     return " × ".join(f"{one:,}" for one in np.atleast_1d(size).tolist())
 
 

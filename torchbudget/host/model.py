@@ -238,15 +238,14 @@ class HostModel:
         """
         dataset: Any = getattr(loader, "dataset", None)
         sampler: Any = getattr(loader, "batch_sampler", None)
-        elements = 0.0
+        elements = 0.0  # that forked workers copy
         if isinstance(sampler, MemoryBudgetBatchSampler) and isinstance(dataset, MapStyle):
             sampler.check_dataset(dataset)
             shapes = PlannedShapes.read(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
             places = shapes.to_try()
             trial = try_batches(loader, [*map(shapes.batch, places)], [*shapes.elements[places]])
             in_flight = InFlight(trial, shapes, places)
-            if forks(loader):
-                elements = shapes.elements.sum() / shapes.samples.sum() * len(dataset)
+            elements = forks(loader) * len(dataset) * shapes.elements.sum() / shapes.samples.sum()
         elif isinstance(dataset, BudgetedIterableDataset):
             trial = try_batches(loader, [[n] for n in range(_BATCHES)], [1] * _BATCHES)
             in_flight = InFlight(trial)

@@ -181,8 +181,7 @@ def _fields(dataset: MapStyle) -> list[_Field]:
     Raises:
         SizesError: the samples are of a class that is not looked into.
     """
-    read = SizeDataset(dataset, None)
-    few = [sample for _, sample in read.samples(spread(len(read)))]
+    few = [sample for _, sample in SizeDataset(dataset, None).samples(spread(len(dataset)))]
     try:
         _, found = take_apart(few, {})
     except CollateError as error:
