@@ -197,7 +197,7 @@ def test_bad_input_is_refused_before_anything_starts(change, error, message) -> 
     started = set(multiprocessing.active_children())
     with pytest.raises(error, match=message):
         options(**change)
-    assert set(multiprocessing.active_children()) == started
+    assert set(multiprocessing.active_children()) <= started
 
 
 def test_a_sample_that_cannot_be_read_raises_here() -> None:
