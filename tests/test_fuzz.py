@@ -12,7 +12,7 @@ from tests.fuzz import KINDS, outcome
 from torchbudget import GradAccumulator
 from torchbudget.data.sampler import _Iteration
 from torchbudget.data.stream.epoch_reader import EpochReader
-from torchbudget.train.fit import _Run
+from torchbudget.random_state import RandomState
 
 # Of each kind, as many as take a second or two.
 PART = {"samplers": 20, "streams": 12, "steps": 20, "fits": 3}
@@ -43,14 +43,14 @@ def scale_the_loss(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 def forget(_: Callable[[Any], None]) -> Callable[[Any], None]:
-    return lambda run: setattr(run, "loaded", None)
+    return lambda _: None
 
 
 BROKEN: dict[str, tuple[type, str, Callable[[Any], Any], str]] = {
     "samplers": (_Iteration, "__next__", repeat_an_index, "bytes of|max_batch_size|samples of"),
     "streams": (EpochReader, "__next__", lose_a_sample, "missing|empty batch"),
     "steps": (GradAccumulator, "backward", scale_the_loss, "large batch's step"),
-    "fits": (_Run, "restore_generators", forget, "epochs|statistics|not equal"),
+    "fits": (RandomState, "restore", forget, "epochs|statistics|not equal"),
 }
 
 

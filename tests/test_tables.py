@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from torchbudget.progress import with_bar
+from torchbudget.progress import counting
 from torchbudget.tables import aligned
 
 
@@ -21,12 +21,8 @@ def test_columns_are_aligned() -> None:
         aligned([("a", "b"), ("c",)])
 
 
-def test_without_tqdm_the_items_come_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as if it were not installed
-    assert list(with_bar("abc", total=3, unit="letters")) == ["a", "b", "c"]
-
-
-def test_the_bar_advances_by_the_counts_after_each_item(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_advances_by_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tqdm, or where it is not asked for, none is made."""
     tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
     updates, closed = [], []
 
@@ -39,11 +35,12 @@ def test_the_bar_advances_by_the_counts_after_each_item(monkeypatch: pytest.Monk
             super().close()
 
     monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
-    words = ["one", "three", "seven"]
-    items = with_bar(words, total=15, unit="letters", description="words", count=len)
-    assert next(items) == "one"
-    assert not updates
-    assert next(items) == "three"
-    assert updates == [(3, 15)]
-    items.close()
-    assert closed
+    with counting(total=15, unit="letters") as advance:
+        advance(3)
+    assert (updates, closed) == ([(3, 15)], [True])
+    with counting(unit="letters", shown=False) as advance:
+        advance(3)
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
+    with counting(unit="letters") as advance:
+        advance(3)
+    assert len(updates) == 1

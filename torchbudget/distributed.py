@@ -319,10 +319,6 @@ class Ranks:
             for received in self.gather_objects(piece):
                 yield from received
 
-    def on_host(self) -> Ranks:
-        """Return the same ranks, joined by a process group on the host; a collective."""
-        return Ranks(host_group(self.group)) if self._number > 1 else self
-
     def together(self) -> AbstractContextManager[None]:
         """Let the code inside succeed on all ranks or raise on all: see `failing_together`."""
         return failing_together(self.gather_objects)

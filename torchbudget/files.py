@@ -66,7 +66,7 @@ class PieceFolder:
     Args:
         folder: is made where it does not exist.
         key: describes the work that the pieces are of.
-        ranks: joined on the host; all of them make one.
+        ranks: all of them make one.
 
     Raises:
         StateMismatchError: the pieces in the folder have another key.

@@ -93,21 +93,6 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class DealsToRanks(Protocol):
-    """A sampler or stream of which each rank reads its own part."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Ranks that have a part."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        ...
-
-
-@runtime_checkable
 class StepSource(Protocol):
     """A source of micro-batches that plans how they make up optimizer steps.
 
@@ -162,19 +147,6 @@ class IndexSource(Protocol):
         """Predicted bytes of a micro-batch of these samples."""
 
 
-class TrackedLoop(Protocol):
-    """A loop over a loader that knows its position: see `torchbudget.data.run.Run`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def __next__(self) -> Any: ...
-
-    def position(self, back: int = 0, /) -> dict[str, Any]:
-        """The position after the last batch, or that many batches before it."""
-
-    def close(self) -> None:
-        """End the loop."""
-
-
 class ResumableSource(ABC):
     """A sampler or stream that knows where it stands after each batch that came from it.
 
@@ -227,7 +199,7 @@ class ResumableSource(ABC):
         """Raise a `RankError` where ranks plan otherwise; for loops that do not find out."""
 
     @abstractmethod
-    def tracked(self, loader: Any) -> TrackedLoop:
+    def tracked(self, loader: Any) -> Iterator[Any]:
         """Begin a loop over a loader; after each batch, `state_dict` is the position after it."""
 
     @abstractmethod

@@ -51,6 +51,12 @@ class RandomState:
             devices=[read() for read, _ in _of_devices()],
         )
 
+    def __enter__(self) -> None:
+        """Begin a context whose end restores the states."""
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         """Set every generator to its state, but for devices that this machine does not have."""
         random.setstate(self.python)
@@ -70,8 +76,6 @@ def _of_devices() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], object]
     if accelerator is None:
         return []
     module: Any = torch.get_device_module(accelerator)
-    if accelerator.type == "mps":  # a single device, which has no context to be initialized
-        return [(module.get_rng_state, module.set_rng_state)] if module.is_available() else []
     devices = range(module.device_count()) if module.is_initialized() else ()
     return [
         (partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))

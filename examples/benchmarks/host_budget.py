@@ -21,7 +21,6 @@ the command's rows these were run:
     objects           fork    250        0         0       0  0.541  0.663     1.066      0.984
     mapped            fork    400        5         7      71  0.921  0.976     1.029      1.025
     stream            fork    400        5         4      40  0.827  0.985     1.046      1.009
-    arrays, shuffle   fork      –        3         4       8      –      –         –      0.988
     arrays           spawn    900        3         8      49  0.888  0.945     1.205      1.047
     arrays           spawn    600        1         8      20  0.646  0.728     1.031      1.024
     files            spawn    900        4         8      63  0.754  0.849         –      1.024
@@ -41,13 +40,12 @@ proportional set size of the tree and what `/dev/shm`, a mount of the row's own,
 is the anonymous memory of the tree, its libraries once, and all of that shared memory, mapped by a
 process or not; `pss` what the processes map: both as shares of the budget, and `predicted` as one
 of the peak. `one more` is what one more worker would need, by the prediction, where fewer were
-taken than may be. Loaders of the user's own, which torch shuffles, are only predicted. For a stream
-the largest batch of the trial stands for all. Pages of the mapped data file do not count, since the
-kernel takes them back. Each worker collects its garbage once when it starts, as in a long run it
-does at some time: that copies what it had in common with its parent. The budget is what the process
-has before its loader is made and `MiB` for loading; what one more worker needs is what may be left
-of it, by a second trial, which differs from the first by about 1 %. The search times every number
-of workers up to 4 over whole epochs, half a second each.
+taken than may be. For a stream the largest batch of the trial stands for all. Pages of the mapped
+data file do not count, since the kernel takes them back. Each worker collects its garbage once when
+it starts, as in a long run it does at some time: that copies what it had in common with its parent.
+The budget is what the process has before its loader is made and `MiB` for loading; what one more
+worker needs is what may be left of it, by a second trial, which differs from the first by about
+1 %. The search times every number of workers up to 4 over whole epochs, half a second each.
 """
 
 from __future__ import annotations
@@ -71,19 +69,16 @@ from tests.support.host_cells import DATA, Cell, dataset_of, own_shared_memory, 
 MIB = {"fork": (400, 250, 800), "spawn": (900, 600, 1400)}
 WORKERS = {"fork": 8, "spawn": 4}
 KINDS = (*DATA, "stream")
-USERS = ("shuffle",)  # loaders that the user made, which are only predicted
 SEARCHED = 4
 LITTLE = 0.2  # of the budget
 
 
 def cells(budgets: int, starts: int, kinds: int, **given: Any) -> Iterator[Cell]:
-    """Every data set, start and budget; then loaders that the user made."""
+    """Every data set, start and budget."""
     for start in [*MIB][:starts]:
         for data in KINDS[:kinds]:
             for mib in MIB[start][:budgets]:
                 yield Cell(data=data, start=start, mib=mib, workers=WORKERS[start], **given)
-        for order in USERS:
-            yield Cell(data="arrays", start=start, plain=(3, 4), order=order, **given)
 
 
 def run(cell: Cell, mount: list[str]) -> dict[str, Any]:
@@ -166,19 +161,16 @@ def main() -> None:
     for cell in cells(asked.budgets, asked.starts, asked.kinds, **given):
         found = run(cell, mount)
         predicted.append(found["predicted"] / found["total"])
-        row: dict[str, Any] = {"data": cell.data}
-        if cell.order:
-            row["data"] = f"arrays, {cell.order}"
-        else:
-            peaks.append(found["total"] / found["budget"])
-            mapped.append(found["pss"] / found["budget"])
-            row |= {"MiB": cell.mib, "pss": mapped[-1], "peak": peaks[-1]}
-            if found["one_more"] is not None:
-                more.append(found["one_more"] / found["budget"])
-                row["one more"] = more[-1]
-                if more[-1] - peaks[-1] < LITTLE:
-                    fills.append(peaks[-1])
+        peaks.append(found["total"] / found["budget"])
+        mapped.append(found["pss"] / found["budget"])
+        row: dict[str, Any] = {"MiB": cell.mib, "pss": mapped[-1], "peak": peaks[-1]}
+        if found["one_more"] is not None:
+            more.append(found["one_more"] / found["budget"])
+            row["one more"] = more[-1]
+            if more[-1] - peaks[-1] < LITTLE:
+                fills.append(peaks[-1])
         results.row(
+            data=cell.data,
             start=cell.start,
             workers=str(found["workers"]),
             prefetch=str(found["prefetch"]),

@@ -201,7 +201,7 @@ def run(
 
     common: dict[str, Any] = {"weight": num_tokens, "device": options.device}
     with peak_memory(options.device) as peak:
-        done = train_epoch(model, loader, criterion, accumulator, progress=True, **common)
+        train_epoch(model, loader, criterion, accumulator, progress=True, **common)
         times_s.append(clock())
         loss = evaluate(model, held_out_loader, loss_sum, **common)
     return Run(
@@ -210,7 +210,7 @@ def run(
         shapes=np.array(shapes),
         batch_tokens=np.array(tokens),
         times_s=np.array(times_s),
-        steps=len(done),
+        steps=accumulator.last.number if accumulator.last else 0,
         peak_bytes=peak.bytes,
         loss=loss,
     )

@@ -12,9 +12,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost, PadCollate, PaddedCost
 from torchbudget.data.size_check import SizeCheck
-from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
+from torchbudget.errors import (
+    CollateError,
+    OtherNumbersWarning,
+    OtherSizesWarning,
+    PaddedSizeWarning,
+)
 from torchbudget.plan.rules import BatchRules
 
 Ints = npt.NDArray[np.int64]
@@ -115,7 +121,6 @@ def other_units(rng: np.random.Generator, lengths: Ints) -> dict[str, Ints]:
         "words": (lengths / rng.normal(1.3, 0.2, count).clip(1)).astype(np.int64),
         "bytes": lengths * 2,
         "buckets": -(-lengths // 64) * 64,
-        "without special tokens": lengths - 2,
         "noise": np.maximum(lengths * rng.normal(1, 0.4, count), 1).astype(np.int64),
     }
 
@@ -133,6 +138,19 @@ def test_sizes_of_another_unit_are_not_accused(form: dict[str, Any], seed: int) 
         assert accused == [], unit
         ranks = [np.argsort(np.argsort(one)) for one in (sizes, lengths)]
         assert np.corrcoef(ranks)[0, 1] > 0.6
+
+
+@forms
+def test_sizes_below_every_length_are_refused(form: dict[str, Any]) -> None:
+    """By a cost that is stated; a measured one has been measured on sizes of that unit."""
+    lengths = lengths_of(np.random.default_rng(0), 600)
+    for sizes in (np.maximum(lengths // 4, 1), lengths - 2):  # without special tokens
+        with pytest.raises(CollateError, match=r"all 1\d\d samples that came are longer"):
+            found(texts(lengths), sizes, **form)
+        check = SizeCheck(BatchRules(cost=measured(), budget_bytes=2**40), sizes)
+        for start in range(0, 600, 60):
+            batch = PadCollate()(texts(lengths[start : start + 60]))
+            check.compare(batch, [400], np.arange(start, start + 60))
 
 
 @seeds

@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         r"sample \d+ had the size \d+ when sizes were taken, and has \d+ now",
         lambda: loader(Cropped(), step, "2GiB"),
     ),
-    "stream": (OptionError, "BudgetedIterableDataset", lambda: loader(Stream(), step, 9)),
+    "stream": (SizesError, "BudgetedIterableDataset", lambda: loader(Stream(), step, 9)),
     "both": (
         OptionError,
         "leave collate_fn out",
@@ -254,13 +254,18 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "weighted": (OptionError, "weights= and batches_per", lambda: loader(WEIGHTED, step, 9)),
     "of ours": (
         OptionError,
-        "batch_sampler=MemoryBudgetBatchSampler",
+        "the order of a MemoryBudgetBatchSampler",
         lambda: loader(loader(dicts(), TOKENS, 99), step, 9),
     ),
     "no budget": (
-        OptionError,
-        r"no options of loader; or bytes, as in .* got list, \['size'\]",
+        BudgetError,
+        "a budget states at least one of device",
         lambda: predict(MODEL, PAIRED, size="source"),
+    ),
+    "no loader": (
+        OptionError,
+        r"predict without a budget needs a DataLoader with .* got list",
+        lambda: predict(MODEL, PAIRED),
     ),
     "outputs": (
         BudgetError,

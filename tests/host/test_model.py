@@ -24,10 +24,8 @@ TRIAL = Trial(  # of one batch of two tensors; the worker copies 2 bytes per ele
     plain=[100],
     building=[700],
     private=1000,
-    read=20,
     copied_each=2.0,
     common=10_000,
-    mapped=0,
 )
 
 
@@ -53,13 +51,11 @@ def test_everything_in_flight_counts(workers: int, prefetch: int, pins: bool) ->
 
 
 def test_workers_copy_the_objects_that_they_read() -> None:
-    """All of the data set if they persist, else their part; never more than there is to copy."""
+    """All of the data set; never more than there is to copy."""
     key, objects = "their copies of this process's objects", model(elements=100)
-    assert dict(objects.needs(2, 1, pins=False).parts)[key] == 2 * 2 * (100 - 20)
-    ending = objects.needs(2, 1, pins=False, persists=False)
-    assert dict(ending.parts)[key] == 2 * 2 * (50 - 20)
+    assert dict(objects.needs(2, 1, pins=False).parts)[key] == 2 * 2 * 100
     assert dict(model(elements=1e9).needs(2, 1, pins=False).parts)[key] == 2 * 10_000
-    assert key not in dict(model(elements=10).needs(2, 1, pins=False).parts)
+    assert key not in dict(model().needs(2, 1, pins=False).parts)
 
 
 def test_starting_workers_count_where_they_need_more_than_batches() -> None:

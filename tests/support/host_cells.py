@@ -46,8 +46,7 @@ class Cell:
         epochs: that are read.
         plain: `num_workers` and `prefetch_factor` of a loader that nobody budgeted; they are used
             as they are.
-        order: of such a loader: "ours", the sampler's or the stream's, or "shuffle", torch's own.
-            What it needs is asked of `host_bytes`.
+        asks: `host_bytes` is asked what such a loader needs.
         host_mib: the whole budget, instead of `mib`.
         batch_mib: padded bytes of a batch on the host.
         pause_s: of the loop after each batch.
@@ -62,7 +61,7 @@ class Cell:
     samples: int = 2000
     epochs: int = 2
     plain: tuple[int, int] | None = None
-    order: str = ""
+    asks: bool = False
     host_mib: int | None = None
     batch_mib: float = 4
     pause_s: float = 0.03
@@ -203,8 +202,6 @@ def run(cell: Cell) -> dict[str, Any]:
     else:
         dataset, order, collate = dataset_of(cell), sampler_of(cell), tb.PadCollate()
         arguments = {"dataset": dataset, "collate_fn": collate, "batch_sampler": order}
-        if cell.order == "shuffle":
-            arguments = arguments | {"batch_sampler": None, "batch_size": 8, "shuffle": True}
     gc.collect()
     resident = psutil.Process().memory_info().rss
     budget = cell.host_mib * 2**20 if cell.host_mib else resident + cell.mib * 2**20
@@ -214,7 +211,7 @@ def run(cell: Cell) -> dict[str, Any]:
     options: dict[str, Any] = {"multiprocessing_context": cell.start}
     if cell.plain is not None:
         options |= {"num_workers": cell.plain[0], "prefetch_factor": cell.plain[1]}
-        needs = host_bytes(make(**options)) if cell.order else None
+        needs = host_bytes(make(**options)) if cell.asks else None
     else:
         chosen = tb.loader_options(
             order,

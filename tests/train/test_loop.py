@@ -157,14 +157,16 @@ def test_tensors_and_a_last_incomplete_step() -> None:
     """Plain tensors weigh their samples; what is left of a step is taken at the end."""
     model = nn.Linear(3, 1)
     accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
-    steps = train_epoch(
+    steps: list[tuple[float, bool]] = []
+    train_epoch(
         model,
         torch.ones(10, 3).split(4),
         lambda m, batch: m(batch).square().sum(),
         accumulator,
         device="cpu",
+        when_stepped=lambda step, is_over: steps.append((step.weight, is_over)),
     )
-    assert [step.weight for step in steps] == [8, 2]
+    assert steps == [(8, False), (2, True)]
 
 
 # ---------------------------------------------------------------------- warming up

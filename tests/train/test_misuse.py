@@ -86,8 +86,8 @@ def test_gradients_that_others_change_are_noticed(how: str, place: str) -> None:
             if place == "after the backward":
                 CHANGES[how](training)
 
-    match = "optimizer.step" if how == "step" else "by others than accumulator.backward"
-    with pytest.warns(ForeignStepWarning, match=match):
+    what = "parameters" if how == "step" else "gradients"
+    with pytest.warns(ForeignStepWarning, match=f"{what} were changed in the middle"):
         go_on()
     accumulator.flush()
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tests.support.large_steps import Data, loss_sum, make_model
 from tests.support.reads import Reads, sgd
 from torchbudget import GradAccumulator, evaluate, fit
-from torchbudget.train import loop as loop_module
 from torchbudget.train import step as step_module
 from torchbudget.train.loop import train_epoch
 from torchbudget.train.step import Step
@@ -155,23 +154,13 @@ def made() -> tuple[nn.Module, GradAccumulator]:
     return model, GradAccumulator(sgd(model), model, steps=2, max_norm=0.1)
 
 
-def unread(steps: list[Step]) -> int:
-    """How many numbers of steps are tensors still."""
-    return sum(isinstance(value, Tensor) for step in steps for value in vars(step).values())
-
-
-def test_an_epoch_reads_no_step_until_many_are_there(
-    made: tuple[nn.Module, GradAccumulator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then all of them at once: numbers that stay on the device take memory there."""
-    monkeypatch.setattr(loop_module, "_UNREAD", 3)
+def test_an_epoch_reads_no_step(made: tuple[nn.Module, GradAccumulator]) -> None:
     model, accumulator = made
     with Reads() as reads:
-        steps = train_epoch(model, BATCHES, loss_sum, accumulator, weight=number_of)
-    assert len(steps) == 4
-    assert reads.names == ["tolist"] * 3
-    assert unread(steps) == 2
-    assert all(type(step.loss) is float for step in steps)
+        train_epoch(model, BATCHES, loss_sum, accumulator, weight=number_of)
+    assert not reads.names
+    assert accumulator.last is not None
+    assert accumulator.last.number == 4
 
 
 @pytest.mark.parametrize(("scales", "folder"), [(False, False), (True, False), (False, True)])

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import IntArray, Sizes
 from torchbudget.errors import (
     CollateError,
@@ -39,7 +40,9 @@ class SizeCheck:
       any unit, such as bytes or pixels, and those that no length exceeds (random crops) are right.
 
     A batch of another library is compared by its `attention_mask`, and not at all without one. A
-    padded batch that was planned without padding raises a `CollateError`.
+    padded batch that was planned without padding raises a `CollateError`, and so do 128 samples
+    that are all longer than their sizes in every ragged field: their batches have more elements
+    than planned. (A measured cost has measured sizes of any unit.)
 
     Args:
         rules: rules that the batches were planned by.
@@ -48,6 +51,7 @@ class SizeCheck:
 
     def __init__(self, rules: BatchRules, sizes: Sizes | None) -> None:
         self._rules, self._packed, self._sizes = rules, rules.packing is not None, sizes
+        self._of_any_unit = isinstance(rules.cost, MeasuredCost)
         self._seen: list[_Seen] = []  # batches until the judgement
         self._count = 0  # samples in them
         self._fields: list[int] = []  # number of axes of each field of their samples
@@ -97,6 +101,8 @@ class SizeCheck:
                 sizes = self._sizes[indices].astype(np.int64).reshape(number, -1)
                 self._seen.append(_Seen(sizes, np.concatenate(shapes, axis=1), planned, indices))
                 self._count += number
+                if self._count >= _FEWEST and not (self._is_judged or self._of_any_unit):
+                    self._check_longer()
                 if self._is_judged or self._count >= _SAMPLES:
                     self._judge()
 
@@ -122,6 +128,17 @@ class SizeCheck:
                 "not count the rest. Give the sampler or stream the multiple that its collate "
                 f"rounds up to, now size_multiple={self._rules.size_multiple}, or let the collate "
                 "pad to the longest sample",
+            )
+
+    def _check_longer(self) -> None:
+        sizes = np.concatenate([one.sizes for one in self._seen])
+        lengths = np.concatenate([one.lengths for one in self._seen])
+        lengths = lengths[:, lengths.min(axis=0) < lengths.max(axis=0)]
+        if lengths.size and (lengths.min(axis=1) > sizes.max(axis=1)).all():
+            raise CollateError(
+                f"all {len(sizes)} samples that came are longer than their sizes, such as "
+                f"{lengths[-1].tolist()} for {sizes[-1].tolist()}: the budget does not count the "
+                f"rest. {_AGAIN}; or measure the cost of sizes of another unit, by measure_cost"
             )
 
     def _judge(self) -> None:

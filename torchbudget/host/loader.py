@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -107,7 +106,8 @@ def loader(
 
     Raises:
         OptionError: an argument is invalid, or two arguments cannot be combined.
-        SizesError: several fields are ragged, or a sample has another size when it is read again.
+        SizesError: the data set is a stream; several fields are ragged; or a sample has another
+            size when it is read again.
         CostError: the step cannot be measured.
         BudgetError: the budgets of this machine's ranks exceed its memory.
         RankError: another rank failed.
@@ -127,8 +127,7 @@ def loader(
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
     ranks, reserve = Ranks(), 0
-    with ExitStack() as stack:
-        stack.callback(RandomState.take().restore)  # samples may draw
+    with RandomState.take():  # samples may draw
         with ranks.together():
             samples = _tokenized(samples, tokenizer)
             batches = RealBatches.of(
@@ -240,7 +239,7 @@ def predict(
         OptionError: the loader is of another kind; its epoch leaves out or repeats samples
             (`oversize="skip"`, `drop_last`, `weights`, `batches_per_epoch`); its ranks are not
             those of the group; or outputs cannot be split.
-        BudgetError: the outputs alone exceed the budget.
+        BudgetError: the outputs alone exceed the budget; or options of `loader` come without one.
         StateMismatchError: the folder belongs to another call: see `folder`.
         SampleError: the loader ended before the epoch did.
         CostError: the forward cannot be measured.
@@ -259,16 +258,10 @@ def predict(
         raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
     forward = Forward(model, split_outputs, device)
     made: Any = data
-    if budget is not None:
-        options = {"shuffle": False, "device": device} | options
+    if budget is not None or options:
+        options = {"shuffle": False, "device": device, "budget": budget} | options
         with evaluation_mode(modules_of(model)):
-            made = loader(data, forward, budget, **options)
-    elif options or not isinstance(data, DataLoader):
-        raise OptionError(
-            "predict needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…, "
-            "shuffle=False) and no options of loader; or bytes, as in predict(model, dataset, "
-            f"'2GiB', tokenizer=tokenizer): got {type(data).__name__}, {sorted(options)}"
-        )
+            made = loader(data, forward, **options)
     opened = None if folder is None else _opened(Path(folder), forward, made)
     return outputs_of(forward, made, gather=gather, group=group, progress=progress, folder=opened)
 
@@ -309,19 +302,15 @@ def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
 
 def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options of workers that a loader has; the order that its sampler means is added."""
-    if type(given.batch_sampler) is not BatchSampler:
-        raise OptionError(
-            "a loader in place of the data set has a batch_size, which is ignored, got "
-            f"batch_sampler={type(given.batch_sampler).__name__}: pass its data set, and "
-            "collate_fn="
-        )
-    sampler = given.sampler
+    batches, sampler = given.batch_sampler, given.sampler
     is_random = type(sampler) is RandomSampler and not sampler.replacement
-    if not is_random and type(sampler) is not SequentialSampler:
+    in_order = is_random or type(sampler) is SequentialSampler
+    if type(batches) is not BatchSampler or not in_order:
         raise OptionError(
-            f"loader cannot keep the order of a {type(sampler).__name__}: pass the data set, with "
-            "weights= and batches_per_epoch= for draws with replacement, a Subset for a part of "
-            "it, and nothing for ranks, which are asked of torch.distributed"
+            f"loader cannot keep the order of a {type(batches).__name__} of a "
+            f"{type(sampler).__name__}: pass its data set and collate_fn=, with weights= and "
+            "batches_per_epoch= for draws with replacement, a Subset for a part of the data, and "
+            "nothing for ranks, which are asked of torch.distributed"
         )
     options.setdefault("shuffle", is_random)
     options.setdefault("drop_last", given.drop_last)
@@ -353,8 +342,7 @@ def _output_bytes(forward: Forward, batches: RealBatches) -> int:
         leaves = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         objects = 0 if isinstance(outputs, Tensor) else _OBJECT_BYTES * len(leaves)
         each.append(objects + sum(one.nbytes for one in leaves))
-    ends = [elements.min(), elements.max()]
-    return int(np.interp(elements, ends, each).sum())
+    return int(np.interp(elements, [elements.min(), elements.max()], each).sum())
 
 
 def _less(budget: MemoryBudget, outputs: int) -> MemoryBudget:
@@ -450,8 +438,7 @@ def _summary(
     each, key = report.batches // report.ranks, batches.key
     least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
     lines = [
-        f"sizes  {len(sizes):,} samples of {least} to {most}, by "
-        + (getattr(key, "__name__", "a function") if callable(key) else repr(key)),
+        f"sizes  {len(sizes):,} samples of {least} to {most}, by {getattr(key, '__name__', key)!r}",
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
         f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",
@@ -461,20 +448,19 @@ def _summary(
     return lines
 
 
-def _shown(size: npt.NDArray[np.int64]) -> str:
+def _shown(size: Any) -> str:
     return " × ".join(f"{one:,}" for one in np.atleast_1d(size).tolist())
 
 
 def _opened(folder: Path, forward: Forward, batches: DataLoader[Any]) -> Any:
     """Return a function of the ranks that opens the folder of this pass."""
     dataset: Any = batches.dataset
-    few, random = spread(len(dataset)), RandomState.take()  # samples may draw
+    few = SizeDataset(dataset, None).samples(spread(len(dataset)))
     name = getattr(forward.model, "__qualname__", type(forward.model).__qualname__)
     key = {
         "model": f"{name}, {_digest(TrainingState(forward).tensors())}",
-        "data set": _digest([len(dataset), *SizeDataset(dataset, None).samples(few)]),
+        "data set": _digest([len(dataset), *few]),
     }
-    random.restore()
     return partial(PieceFolder, folder, key)
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations_with_replacement, islice, zip_longest
+from itertools import chain, combinations_with_replacement, zip_longest
 from typing import Any, Final
 
 import numpy as np
 from torch.multiprocessing import get_sharing_strategy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.data.cache.shared_file import bytes_to_come
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.errors import OptionError
-from torchbudget.host.trial import Trial, forks, try_batches, try_stream
+from torchbudget.host.trial import Trial, forks, try_batches
 from torchbudget.machine.process_tree import mapped_data_bytes, process_pages, process_tree
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
-from torchbudget.random_state import RandomState
+from torchbudget.protocols import MapStyle
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
@@ -46,16 +46,11 @@ class HostBytes:
             count.
         shared_bytes: the bytes of `/dev/shm` among them.
         descriptors: files that this process has open for workers and batches.
-        reclaimable_bytes: bytes of mapped data files that a worker had in memory, which the kernel
-            takes back when memory is short.
-        basis: the batches that the prediction rests on.
     """
 
     parts: tuple[tuple[str, int], ...]
     shared_bytes: int
     descriptors: int
-    reclaimable_bytes: int
-    basis: str
 
     @property
     def total_bytes(self) -> int:
@@ -68,11 +63,8 @@ class HostBytes:
         lines = aligned([(name, format_bytes(size)) for name, size in rows], right=1)
         if budget_bytes is not None:
             lines[-1] += f"  {self.total_bytes / budget_bytes:.1%} of {format_bytes(budget_bytes)}"
-        shared, mapped = format_bytes(self.shared_bytes), format_bytes(self.reclaimable_bytes)
+        shared = format_bytes(self.shared_bytes)
         lines.append(f"{shared} of it in /dev/shm; {self.descriptors} open files")
-        if self.reclaimable_bytes:
-            lines.append(f"not counted: {mapped} of mapped files, which the kernel can take back")
-        lines.append(f"by {self.basis}")
         return "\n".join(lines)
 
     __str__ = table
@@ -151,7 +143,6 @@ class InFlight:
         storages: bytes of each storage of each planned batch, or of each that was tried; shape
             `(tensors, m)`.
         building: the most bytes that a worker takes beside a batch while it makes it.
-        basis: the batches that the bytes rest on, for people.
     """
 
     def __init__(
@@ -159,13 +150,11 @@ class InFlight:
     ) -> None:
         storages = [*zip_longest(*trial.storages, fillvalue=0)]
         columns = np.array([trial.plain, trial.building, *storages], np.float64)
-        self.basis = f"the largest of {len(trial.plain)} batches that were read"
         self._is_planned = shapes is not None
         if shapes is not None:
             asked = shapes.features()
             known = asked[[places[number] for number in trial.numbers]]
             columns = np.stack([_bound(known, row, asked) for row in columns])
-            self.basis = f"{len(asked):,} planned batches"
         self._plain, self.storages = columns[0], columns[2:]
         self._shared = (-(-self.storages // _PAGE_BYTES) * _PAGE_BYTES).sum(axis=0)
         self.building = int(columns[1].max())
@@ -243,10 +232,29 @@ class HostModel:
         """Try a loader, whatever its number of workers, and then read this process's memory.
 
         Raises:
-            OptionError: the batch sampler cannot be copied, or there is no batch.
+            OptionError: it has neither a sampler with a map-style data set nor a stream of ours, or
+                not as many samples as the sampler has sizes.
             MachineError: there is no `/proc`.
         """
-        trial, in_flight, elements = _tried(loader, loader.dataset)
+        dataset: Any = getattr(loader, "dataset", None)
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        elements = 0.0  # that forked workers copy
+        if isinstance(sampler, MemoryBudgetBatchSampler) and isinstance(dataset, MapStyle):
+            sampler.check_dataset(dataset)
+            shapes = PlannedShapes.read(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
+            places = shapes.to_try()
+            trial = try_batches(loader, [*map(shapes.batch, places)], [*shapes.elements[places]])
+            in_flight = InFlight(trial, shapes, places)
+            elements = forks(loader) * len(dataset) * shapes.elements.sum() / shapes.samples.sum()
+        elif isinstance(dataset, BudgetedIterableDataset):
+            trial = try_batches(loader, [[n] for n in range(_BATCHES)], [1] * _BATCHES)
+            in_flight = InFlight(trial)
+        else:
+            raise OptionError(
+                "batches must come from a MemoryBudgetBatchSampler of a map-style data set, or a "
+                f"BudgetedIterableDataset, got batch_sampler={type(sampler).__name__}, "
+                f"dataset={type(dataset).__name__}"
+            )
         tree, libraries = process_tree(), process_pages().file - mapped_data_bytes()
         # Without the data files that this process maps, which can be read again.
         present = sum(one.unreclaimable_bytes for one in tree) + max(0, libraries)
@@ -255,28 +263,25 @@ class HostModel:
             "reserved for later": later,
             "sample caches, once they are full": bytes_to_come(one.pid for one in tree),
         }
-        elements *= forks(loader)
         return cls(trial=trial, in_flight=in_flight, elements=elements, known=known)
 
-    def needs(self, workers: int, prefetch: int, *, pins: bool, persists: bool = True) -> HostBytes:
+    def needs(self, workers: int, prefetch: int, *, pins: bool) -> HostBytes:
         """The bytes of each part of a loader with these options, while it is iterated.
 
         Args:
             workers: `num_workers`.
             prefetch: `prefetch_factor`; 0 without workers.
             pins: whether batches are copied to pinned memory.
-            persists: `persistent_workers`, each of which reads all sooner or later.
         """
         trial, flight = self.trial, self.in_flight
         # Batches that workers were asked for, one that is returned, one that the loop still has.
         batches = workers * prefetch + 2
         building = max(workers, 1) * flight.building
-        to_read = self.elements / (1 if persists else max(workers, 1)) - trial.read
-        copied = min(int(trial.copied_each * max(0, to_read)), trial.common)
+        # Each worker that persists reads all of the data set sooner or later.
+        copied = min(int(trial.copied_each * self.elements), trial.common)
         # Workers start before any batch is on its way.
         starting = trial.starting - flight.peak(batches) - building if workers else 0
         parts = {
-            "what reading keeps": 0 if workers else trial.kept,
             "workers": workers * trial.private,
             "their copies of this process's objects": workers * copied,
             "batches in flight": flight.peak(batches),
@@ -290,36 +295,4 @@ class HostModel:
             parts=tuple((name, size) for name, size in {**self.known, **parts}.items() if size),
             shared_bytes=flight.peak_shared(batches) if workers else 0,
             descriptors=files + _DESCRIPTORS_PER_WORKER * workers if workers else 0,
-            reclaimable_bytes=trial.mapped,
-            basis=flight.basis,
         )
-
-
-def _tried(loader: DataLoader[Any], dataset: Any) -> tuple[Trial, InFlight, float]:
-    """The trial of a loader, its batches in flight, and the elements of a map-style data set."""
-    sampler: Any = loader.batch_sampler
-    if isinstance(dataset, IterableDataset):
-        trial = try_stream(loader)
-        return trial, InFlight(trial), 0
-    if isinstance(sampler, MemoryBudgetBatchSampler):
-        shapes = PlannedShapes.read(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
-        places = shapes.to_try()
-        trial = try_batches(loader, [*map(shapes.batch, places)], [*shapes.elements[places]])
-        elements = shapes.elements.sum() / shapes.samples.sum() * len(dataset)
-        return trial, InFlight(trial, shapes, places), elements
-    state = RandomState.take()
-    try:  # a copy of the sampler is read
-        copied = copy.deepcopy(sampler, {id(dataset): dataset})
-        batches = [list(batch) for batch in islice(copied, _BATCHES)]
-    except TypeError as error:
-        raise OptionError(
-            "the loader must have a batch sampler (or a batch_size) of which a copy can be read "
-            f"in advance: {error}"
-        ) from error
-    finally:
-        state.restore()
-    if not batches:
-        raise OptionError("the loader has no batches")
-    batches = [min(batches, key=len)] * 2 + batches
-    trial = try_batches(loader, batches, [*map(len, batches)])
-    return trial, InFlight(trial), len(dataset)

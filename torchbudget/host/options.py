@@ -123,8 +123,19 @@ def loader_options(
             f"got {budget!r}"
         )
     most = optional("max_workers", max_workers) or max(1, usable_processors() // ranks)
-    loader = _one_worker(
-        sampler_or_stream, dataset, collate_fn, worker_init_fn, multiprocessing_context
+    samples: Any = dataset
+    order: dict[str, Any] = {"batch_sampler": sampler_or_stream}
+    if isinstance(sampler_or_stream, BudgetedIterableDataset):
+        if dataset is not None or collate_fn is not None:
+            raise OptionError("a stream has its data set and its collate_fn: leave both out")
+        samples, order = sampler_or_stream, {"batch_size": None}
+    loader = DataLoader(
+        samples,
+        collate_fn=collate_fn,
+        num_workers=1,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        **order,
     )
     model = HostModel.of(loader, later=parse_bytes(reserve))
     shm = shared_memory()
@@ -157,9 +168,8 @@ def loader_options(
         )
     workers = next((n for n in range(most, 0, -1) if not over(n, 1)), 0)
     prefetch = next((n for n in range(_PREFETCH, 0, -1) if workers and not over(workers, n)), 0)
-    is_most = workers == most and prefetch == _PREFETCH
     more = over(workers + 1, 1) if workers < most else over(workers, prefetch + 1)
-    limited_by = f"max_workers={most}, or the processors of this rank" if is_most else more
+    limited_by = more or f"max_workers={most}, or the processors of this rank"
     if not workers:
         _log.warning("no worker fits: %s; batches will be loaded in the loop", limited_by)
     options: dict[str, Any] = {
@@ -176,52 +186,26 @@ def loader_options(
 def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0) -> HostBytes:
     """Predict the most that a `DataLoader` will need of the host, this process included.
 
-    The model and the trial are those of `loader_options`. The batches of a
-    `MemoryBudgetBatchSampler` are known in advance; of another loader some are read, and the
-    largest of them counts for all. The loader is not iterated and no data is read here.
+    The model and the trial are those of `loader_options`, the options those of the loader. The
+    loader is not iterated and no data is read here.
 
     Args:
-        loader: any `DataLoader`; the workers of one that is being iterated count twice.
+        loader: over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`; the workers of one
+            that is being iterated count twice.
         reserve: bytes that this process will allocate later.
 
     Raises:
-        OptionError: `loader` is no `DataLoader`, or its order cannot be looked at.
+        OptionError: it is another loader, or has another number of samples than its sampler.
         MachineError: there is no `/proc` to read memory from.
 
     >>> dataset = [torch.zeros(1000) for _ in range(20)]
-    >>> needs = host_bytes(torch.utils.data.DataLoader(dataset, batch_size=5))
+    >>> sampler = MemoryBudgetBatchSampler([1000] * 20, PaddedCost(unit_bytes=1), 5000)
+    >>> needs = host_bytes(torch.utils.data.DataLoader(dataset, batch_sampler=sampler))
     >>> needs.total_bytes > needs.shared_bytes == 0
     True
     """
-    if not isinstance(loader, DataLoader):
-        raise OptionError(f"expected a DataLoader, got {type(loader).__name__}")
     return HostModel.of(loader, later=parse_bytes(reserve)).needs(
         loader.num_workers,
         loader.prefetch_factor or 0,
         pins=loader.pin_memory and torch.accelerator.is_available(),
-        persists=loader.persistent_workers,
     )
-
-
-def _one_worker(
-    source: Any, dataset: Any, collate_fn: Any, start: Any, context: Any
-) -> DataLoader[Any]:
-    """A loader of a sampler's or a stream's batches."""
-    workers = {"num_workers": 1, "worker_init_fn": start, "multiprocessing_context": context}
-    if isinstance(source, BudgetedIterableDataset):
-        if dataset is not None or collate_fn is not None:
-            raise OptionError("a stream has its data set and its collate_fn: leave both out")
-        return DataLoader(source, batch_size=None, **workers)
-    if not isinstance(source, MemoryBudgetBatchSampler):
-        raise OptionError(
-            "expected a MemoryBudgetBatchSampler or a BudgetedIterableDataset, "
-            f"got {type(source).__name__}; host_bytes(loader) predicts what any loader needs"
-        )
-    if not isinstance(dataset, MapStyle):
-        raise OptionError(
-            "give dataset=, the sampler's map-style data set: the bytes of its samples are found "
-            f"by reading some; got {type(dataset).__name__}"
-        )
-    source.check_dataset(dataset)
-    samples: Any = dataset
-    return DataLoader(samples, batch_sampler=source, collate_fn=collate_fn, **workers)

@@ -9,7 +9,6 @@ from itertools import chain, cycle, islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from torch.utils.data import IterableDataset
 
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import Sizes
@@ -97,15 +96,9 @@ class RealBatches:
         """Find the key that is not given, read all sizes, and make the collate that is not given.
 
         Raises:
-            SizesError: not exactly one field is ragged; or a sample has no size.
-            OptionError: it is a stream; or both a collate and a tokenizer are given.
+            SizesError: it is a stream; not exactly one field is ragged; or a sample has no size.
+            OptionError: both a collate and a tokenizer are given.
         """
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
-            raise OptionError(
-                "loader needs a map-style data set, with __getitem__ and __len__, got "
-                f"{type(dataset).__name__}: for a stream use BudgetedIterableDataset(source, cost, "
-                "budget, size=…), with a cost of measure_cost"
-            )
         if collate is not None and tokenizer is not None:
             raise OptionError(
                 "tokenizer= makes the collate: leave collate_fn out; or leave tokenizer out, and "

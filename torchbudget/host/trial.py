@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import math
 import multiprocessing
 import pickle
 import time
@@ -14,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchbudget.errors import OptionError
 from torchbudget.machine.high_water import restart_peak
@@ -48,13 +48,10 @@ class Trial:
         building: bytes that the worker took beside the batch while it read its samples and made it.
         private: the most memory that the worker had between batches and shared with no other
             process: its heap, its imports, its copies of this process's pages.
-        kept: the part of `private` that came with reading: samples that the data set keeps.
-        read: elements that the worker read after the first batch.
         copied_each: bytes of this process's memory that the worker copied per element in the second
             half of the trial: Python counts references in the objects, so that reading is writing.
         common: bytes of this process's memory that the worker had not copied in the end.
         starting: bytes that a worker takes while it starts, beside `private`.
-        mapped: bytes of mapped data files, which the kernel can take back.
     """
 
     numbers: Sequence[int]
@@ -62,12 +59,9 @@ class Trial:
     plain: Sequence[int]
     building: Sequence[int]
     private: int
-    kept: int = 0
-    read: int = 0
     copied_each: float = 0.0
     common: int = 0
     starting: int = 0
-    mapped: int
 
 
 def try_batches(
@@ -75,11 +69,11 @@ def try_batches(
 ) -> Trial:
     """Let one worker make batches one after the other, and read its memory between them.
 
-    The data set is read in the worker only.
+    The data set is read in the worker only; of a stream, a copy.
 
     Args:
         loader: gives the data set, the collate and the way workers start.
-        batches: lists of indices, at least two, the first two of them small.
+        batches: lists of indices, at least two, the first two of them small; of a stream, numbers.
         elements: about the elements of each batch, at least 1, in any unit: batches that could
             overflow `/dev/shm`, by what those before took, are left out.
 
@@ -89,7 +83,7 @@ def try_batches(
     numbers: list[int] = []
     readings: list[ProcessPages] = []
     found: list[tuple[tuple[int, ...], int]] = []  # of the batches that came
-    children, pool, mapped = _children(), shared_memory(), 0
+    children, pool, mapped = _children(), shared_memory(), 0  # bytes of mapped data files
 
     def watched() -> Iterator[list[int]]:
         # The loader asks for the next list when the worker has handed over a batch and is idle.
@@ -108,13 +102,14 @@ def try_batches(
         readings.append(process_pages(pid))
         mapped = mapped_data_bytes(pid)
 
-    for batch in _with_one_worker(loader, batch_sampler=watched()):
+    for batch in _with_one_worker(loader, watched()):
         found.append(batch_bytes(batch))
         del batch
     storages, plain = zip(*found[1:], strict=True)
     amounts = [elements[number] for number in numbers]
     half = (len(amounts) + 1) // 2  # of what followed the first batch
     settled, middle, last = readings[1], readings[half], readings[-1]
+    sent = 0 if forks(loader) else len(ForkingPickler.dumps(loader.dataset))
     # What building leaves in the heap is in `private`, and is used again.
     highest = max(one.anonymous for one in readings[1:])
     return Trial(
@@ -127,47 +122,32 @@ def try_batches(
         ],
         # Pages of mapped data may be dirty still, and are then no private pages of files.
         private=max(one.private + max(0, one.private_file - mapped) for one in readings[1:]),
-        kept=highest - settled.anonymous,
-        read=sum(amounts[1:]),
         copied_each=max(0, middle.common - last.common) / max(1, sum(amounts[half:])),
         common=last.common,
-        starting=max(0, settled.peak_resident - settled.resident) + _sent_bytes(loader),
-        mapped=mapped,
+        starting=max(0, settled.peak_resident - settled.resident) + sent,
     )
 
 
-def try_stream(loader: DataLoader[Any]) -> Trial:
-    """Let one worker read batches of a copy of an iterable data set, while its memory is read.
+class StreamBatches(Dataset[Any]):
+    """The batches of a stream by number, as a worker reads them one after the other.
 
-    The worker reads ahead, so that its highest use is known, but not its parts.
+    A stream that ends starts over.
 
-    Raises:
-        MachineError: the worker's memory cannot be read.
-        OptionError: the data set yields nothing.
+    Args:
+        stream: that yields batches; a copy is read.
+        convert: what a `DataLoader` does with each.
     """
-    children, ends, used = _children(), math.inf, 0
-    batches = iter(_with_one_worker(loader, batch_size=loader.batch_size))
-    [pid] = _children() - children
-    found: list[tuple[tuple[int, ...], int]] = []
-    for batch in batches:
-        pages = process_pages(pid)
-        used = max(used, pages.private + max(0, pages.peak_resident - pages.resident))
-        found.append(batch_bytes(batch))
-        ends = min(ends, time.monotonic() + _TRIAL_S)  # from the first batch on
-        if len(found) >= _ALWAYS and time.monotonic() > ends:
-            break
-    if not found:
+
+    def __init__(self, stream: IterableDataset[Any], convert: Callable[[Any], Any]) -> None:
+        self._stream, self._convert = copy.copy(stream), convert
+        self._batches: Iterator[Any] = iter(())
+
+    def __getitem__(self, number: int) -> Any:
+        for _ in range(2):
+            for batch in self._batches:
+                return self._convert(batch)
+            self._batches = iter(self._stream)
         raise OptionError("the data set yields no batch, so that the bytes of one are unknown")
-    storages, plain = zip(*found, strict=True)
-    return Trial(
-        numbers=range(len(found)),
-        storages=storages,
-        plain=plain,
-        building=[0] * len(found),
-        private=used,
-        starting=_sent_bytes(loader),
-        mapped=mapped_data_bytes(pid),
-    )
 
 
 def batch_bytes(batch: Any) -> tuple[tuple[int, ...], int]:
@@ -219,16 +199,17 @@ def forks(loader: DataLoader[Any]) -> bool:
     return bool(context.get_start_method() == "fork")
 
 
-def _with_one_worker(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
+def _with_one_worker(loader: DataLoader[Any], order: Iterator[list[int]]) -> DataLoader[Any]:
     """The same loader with one worker that makes one batch ahead.
 
-    It reads a copy of an iterable data set, and draws nothing from the global generators.
+    It draws nothing from the global generators.
     """
-    dataset = loader.dataset
+    dataset: Any = loader.dataset
+    is_stream = isinstance(dataset, IterableDataset)
     return DataLoader(
-        copy.copy(dataset) if isinstance(dataset, IterableDataset) else dataset,
-        **order,
-        collate_fn=loader.collate_fn,
+        StreamBatches(dataset, loader.collate_fn) if is_stream else dataset,
+        batch_sampler=order,
+        collate_fn=itemgetter(0) if is_stream else loader.collate_fn,
         num_workers=1,
         prefetch_factor=1,
         worker_init_fn=partial(_start, loader.worker_init_fn),
@@ -248,8 +229,3 @@ def _building(before: ProcessPages, after: ProcessPages, batch_bytes: int, highe
 
 def _children() -> set[int]:
     return {one.pid for one in multiprocessing.active_children() if one.pid}
-
-
-def _sent_bytes(loader: DataLoader[Any]) -> int:
-    """Bytes of the data set as it is sent to a worker that does not fork."""
-    return 0 if forks(loader) else len(ForkingPickler.dumps(loader.dataset))

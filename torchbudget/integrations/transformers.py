@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
@@ -403,9 +404,5 @@ def check_weights(
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
     """A model is in evaluation mode inside, eager and without gradients; random states stay."""
-    state = RandomState.take()
-    try:
-        with torch.no_grad(), evaluation_mode([model]), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        state.restore()
+    with RandomState.take(), torch.no_grad(), evaluation_mode([model]), set_stance("force_eager"):
+        yield

@@ -32,7 +32,6 @@ from torchbudget.train.step import (
     Pending,
     Step,
     checked_weight,
-    float64_device,
     in_float64,
     read_at_once,
     step_boundary_of,
@@ -139,7 +138,6 @@ class GradAccumulator(AccumulatesGradients):
             max_norm=max_norm,
             skip_nonfinite=skip_nonfinite,
         )
-        self._parameters = self.optimizers.parameters
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
         self.ranks = Ranks(group)
@@ -223,7 +221,9 @@ class GradAccumulator(AccumulatesGradients):
             with ExitStack() as stack:
                 if self._is_first_step:
                     self._distributed.check_options()  # a hook may have been registered since
-                    stack.enter_context(self._distributed.others_refused(self._parameters()))
+                    stack.enter_context(
+                        self._distributed.others_refused(self.optimizers.parameters())
+                    )
                 is_later = before.backwards > 0
                 stack.enter_context(
                     self._detector.micro_batch(restarted=restarted, is_later=is_later)
@@ -326,7 +326,7 @@ class GradAccumulator(AccumulatesGradients):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
         before, self.stepped = self._pending, False
-        self._run = run = SplitRun(batch, self._parameters(), self.modules)
+        self._run = run = SplitRun(batch, self.optimizers.parameters(), self.modules)
         try:
             for part in run.failures(function, self._check_gradients):
                 self.out_of_memory += 1
@@ -420,8 +420,8 @@ class GradAccumulator(AccumulatesGradients):
         self._detector.step_ended()
 
     def _taken(self, pending: Pending, *, done: bool, failure: TorchBudgetError | None) -> bool:
-        parameters = self._parameters()
-        device = float64_device(parameters[0].device)
+        parameters = self.optimizers.parameters()
+        device = parameters[0].device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         unread = 0.0 if pending.unread is None else pending.unread
         numbers = [

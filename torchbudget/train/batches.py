@@ -29,13 +29,9 @@ def masked_rows(batch: Any) -> int:
     return int(getattr(batch, "masked_rows", 0))
 
 
-def check_unmasked(batch: Any) -> None:
-    """Raise an `OptionError` where a batch has rows that are no samples."""
-    if masked_rows(batch):
-        raise OptionError(
-            f"joint_backward compares all rows of a batch, of which {masked_rows(batch)} are no "
-            "samples: leave max_shapes out, or pass batch.split(1)[0]"
-        )
+def unmasked(batch: Any) -> Any:
+    """The batch without rows that are no samples."""
+    return batch.split(1)[0] if masked_rows(batch) else batch
 
 
 def check_splittable(batch: Any) -> None:

@@ -209,10 +209,9 @@ def fit(
             accumulator,
             weight=weight,
             device=device,
-            when_begun=run.restore_generators,
             when_stepped=run.step_taken,
             monitor=monitor,
-            progress=progress and run.is_first_rank,
+            progress=progress and not run.ranks.rank,
         )
         if run.stopped:
             break
@@ -255,13 +254,12 @@ class _Run:
     tally: Tally = field(default_factory=Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
     stopped: bool = False
-    loaded: dict[str, Any] | None = None  # this rank's part, until its generators are restored
+    is_read: bool = False  # the loaded position is within an epoch, after this rank's last batch
     files: RunFolder | None = None
 
     def __post_init__(self) -> None:
         self.limit_device()
-        self.is_first_rank = self.accumulator.ranks.rank == 0
-        self.host = self.accumulator.ranks.on_host()
+        self.ranks = self.accumulator.ranks
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
         self.sources = {  # that know their position, by the name of the loader's attribute
             name: source
@@ -274,7 +272,7 @@ class _Run:
         stateful = {id(owner): owner for owner in owners if isinstance(owner, Stateful)}
         self.stateful: list[Any] = list(stateful.values())
         counts = len(self.stateful), int(self.monitor is not None)
-        of_ranks = self.host.each(lambda: counts)
+        of_ranks = self.ranks.each(lambda: counts)
         if len(set(of_ranks)) > 1:
             raise OptionError(
                 "callbacks that have a state_dict, and a monitor, must be on every rank; the ranks "
@@ -295,7 +293,7 @@ class _Run:
             )
         _check_trained(self.model, self.accumulator)
         # The ranks meet here, since the first one may still write for an earlier call.
-        self.host.each(lambda: make_folder(folder))
+        self.ranks.each(lambda: make_folder(folder))
         self.files = files = RunFolder(folder)
         states: list[dict[str, Any] | None] = []
 
@@ -303,14 +301,14 @@ class _Run:
             states.append(files.read())
             return "no checkpoint" if states[0] is None else f"the checkpoint {states[0]['id']}"
 
-        found = self.host.each(read)
+        found = self.ranks.each(read)
         for rank, its in enumerate(found):
             if its != found[0]:
                 raise StateMismatchError(
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
                     f"{rank} {its}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        self.host.each(lambda: self._go_on(files, states[0]))
+        self.ranks.each(lambda: self._go_on(files, states[0]))
 
     def _go_on(self, files: RunFolder, state: dict[str, Any] | None) -> None:
         """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
@@ -318,7 +316,7 @@ class _Run:
         if state is not None:
             self._load(state)
             steps = state["training"]["accumulator"]["steps"]
-        if self.is_first_rank:
+        if not self.ranks.rank:
             files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -327,7 +325,7 @@ class _Run:
                 f"the checkpoint has the states of {len(state['callbacks'])} callbacks, but "
                 f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
             )
-        saved, ranks = state["ranks"], self.host
+        saved, ranks = state["ranks"], self.ranks
         places = [(one["is_over"], one["data"]) for one in saved]
         if len(saved) != len(ranks) and any(place != places[0] for place in places):
             raise StateMismatchError(
@@ -335,7 +333,7 @@ class _Run:
                 f"as where steps end by samples= or weight=, so that {len(ranks)} ranks would "
                 f"leave out and repeat samples: go on with {len(saved)} ranks"
             )
-        self.loaded = mine = saved[ranks.rank % len(saved)]  # ranks that are new share one
+        mine = saved[ranks.rank % len(saved)]  # ranks that are new share one
         here = [*self.sources, len(self.generators)]
         there = [*mine["data"], len(mine["generators"])]
         if here != there:
@@ -356,20 +354,11 @@ class _Run:
         self.tally = Tally(**state["tally"])
         self.stopped = state["stopped"]
         self.seed = mine["seed"]
-        if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
-            self.restore_generators()
-
-    def restore_generators(self) -> None:
-        """Go on with the random numbers of the run that was loaded.
-
-        Within an epoch this comes after `iter(loader)`, which may draw numbers itself.
-        """
-        if self.loaded is not None:
-            states = self.loaded["generators"]
-            for generator, its_state in zip(self.generators, states, strict=True):
-                generator.set_state(its_state)
-            RandomState(**self.loaded["random"]).restore()
-            self.loaded = None
+        ahead = any(one.epoch > len(self.history) for one in self.sources.values())
+        self.is_read = self.tally.steps > 0 and (mine["is_over"] or ahead)
+        for generator, its_state in zip(self.generators, mine["generators"], strict=True):
+            generator.set_state(its_state)
+        RandomState(**mine["random"]).restore()
 
     def begin_epoch(self) -> Iterable[Any]:
         """Return the data of the coming epoch on this rank.
@@ -378,12 +367,9 @@ class _Run:
         of the other ranks then, which may have batches left.
         """
         self.clock_s = time.perf_counter()
+        is_read, self.is_read = self.is_read, False
         number = len(self.history)
-        if self.loaded is not None and (  # within this epoch
-            self.loaded["is_over"] or any(one.epoch > number for one in self.sources.values())
-        ):
-            return ()
-        return _EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
+        return () if is_read else _EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
 
     def limit_device(self) -> None:
         """Limit the allocator to the budget, less the bytes outside it.
@@ -434,12 +420,12 @@ class _Run:
         """
 
         def note_here() -> bool:
-            if self.files is not None and self.is_first_rank:
+            if self.files is not None and not self.ranks.rank:
                 self.files.write_record(type(record).__name__.lower(), asdict(record))
             ends = [bool(callback(record)) for callback in self.callbacks]
             return any(ends)
 
-        self.stopped = self.host.any(note_here)
+        self.stopped = self.ranks.any(note_here)
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
@@ -464,7 +450,7 @@ class _Run:
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "training": self.accumulator.training_state(),
-            "ranks": self.host.gather_objects(mine),
+            "ranks": self.ranks.gather_objects(mine),
             "learnable": None if learnable == self.learnable else learnable,
             "history": [asdict(epoch) for epoch in self.history],
             "tally": self.tally.encode(),
@@ -473,12 +459,12 @@ class _Run:
 
         def write_here() -> None:
             state["callbacks"] = [callback.state_dict() for callback in self.stateful]
-            if self.is_first_rank and is_best:
+            if not self.ranks.rank and is_best:
                 files.save_best(state["model"])
-            if self.is_first_rank:
+            if not self.ranks.rank:
                 files.save(state)
 
-        self.host.each(write_here)
+        self.ranks.each(write_here)
 
 
 def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:

@@ -25,7 +25,7 @@ from torchbudget.errors import OptionError, StepError
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.batches import Replayed, check_unmasked
+from torchbudget.train.batches import Replayed, unmasked
 from torchbudget.train.retry import Buffers
 
 
@@ -63,8 +63,7 @@ def joint_backward(
 
     Raises:
         OptionError: no micro-batches, no tensors, representations of another kind, a loss that is
-            no scalar, a forward that changes its micro-batch in place, or masked rows; on all
-            ranks.
+            no scalar, or a forward that changes its micro-batch in place; on all ranks.
         StepError: micro-batches are pending in the accumulator.
 
     >>> model = torch.nn.Linear(3, 2)
@@ -72,7 +71,7 @@ def joint_backward(
     >>> joint_backward(model, x.split(2), lambda z: (z @ z.T).logsumexp(1).mean()) > 0
     tensor(True)
     """
-    batches = [Replayed(batch) for batch in micro_batches]
+    batches = [Replayed(unmasked(batch)) for batch in micro_batches]
     known = [*several("modules", modules, nn.Module), *TrainingState(forward).modules]
     if accumulator is None:
         return _two_passes(forward, batches, criterion, Buffers(known), None)
@@ -96,14 +95,13 @@ def _two_passes(
     buffers: Buffers,
     accumulator: GradAccumulator | None,
 ) -> Tensor:
-    ranks = None if accumulator is None else accumulator.ranks
+    ranks = Ranks(alone=True) if accumulator is None else accumulator.ranks
     states, parts = [], []  # of each micro-batch: random generators, and leaves of its outputs
-    with nullcontext() if ranks is None else ranks.together():
+    with ranks.together():
         if not micro_batches:
             raise OptionError("joint_backward needs at least one micro-batch on every rank")
         with torch.no_grad():
             for micro_batch in micro_batches:
-                check_unmasked(micro_batch.fresh())
                 states.append(RandomState.take())
                 leaves, structure = tree_flatten(forward(micro_batch.fresh()))
                 parts.append([one.detach() if isinstance(one, Tensor) else one for one in leaves])
@@ -113,13 +111,13 @@ def _two_passes(
     buffers.restore()
     after = RandomState.take()
     mine = [[len(one) if _has_rows(one) else _number(one) for one in leaves] for leaves in parts]
-    of_ranks = [mine] if ranks is None else ranks.gather_objects(mine)
+    of_ranks = ranks.gather_objects(mine)
     whole, starts = [], []  # of each leaf; and the row at which the next micro-batch begins
     for place, leaves in enumerate(zip(*parts, strict=True)):
         if _has_rows(leaves[0]):
             rows = [sum(one[place] for one in of_rank) for of_rank in of_ranks]
             whole.append(_of_all_ranks(torch.cat(leaves), rows, ranks))
-            starts.append(0 if ranks is None else sum(rows[: ranks.rank]))
+            starts.append(sum(rows[: ranks.rank]))
             continue
         numbers = {one[place] for of_rank in of_ranks for one in of_rank}
         if len(numbers) > 1:
@@ -185,9 +183,9 @@ def _check_rows(leaves: Sequence[Any]) -> None:
         )
 
 
-def _of_all_ranks(mine: Tensor, rows: Sequence[int], ranks: Ranks | None) -> Tensor:
+def _of_all_ranks(mine: Tensor, rows: Sequence[int], ranks: Ranks) -> Tensor:
     """The rows of all ranks, in their order."""
-    if ranks is None or len(ranks) == 1:
+    if len(ranks) == 1:
         return mine
     # all_gather needs equal shapes: each rank pads to the most rows of any.
     padded = mine.new_zeros(max(rows), *mine.shape[1:])

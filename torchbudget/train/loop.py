@@ -17,7 +17,7 @@ from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import peak_memory
-from torchbudget.progress import with_bar
+from torchbudget.progress import counting
 from torchbudget.protocols import (
     BatchMonitor,
     IndexSource,
@@ -27,14 +27,11 @@ from torchbudget.protocols import (
 )
 from torchbudget.restoring import TrainingState, reachable
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.batches import masked_rows, moved, num_samples
-from torchbudget.train.step import Pending, Step, check_scalar, float64_device, in_float64
+from torchbudget.train.batches import masked_rows, moved, num_samples, unmasked
+from torchbudget.train.step import Pending, Step, check_scalar, in_float64
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Weight: TypeAlias = Callable[[Any], float | Tensor]
-
-# Steps whose numbers stay on the device, where each number takes a block of 512 bytes.
-_UNREAD: Final = 256
 
 USED_UP: Final = "an iterator is used up after one epoch: pass a DataLoader or a list of batches"
 
@@ -47,11 +44,10 @@ def train_epoch(
     *,
     weight: Weight = num_samples,
     device: torch.device | str | None = None,
-    when_begun: Callable[[], object] | None = None,
-    when_stepped: Callable[[Step, bool], object] | None = None,
+    when_stepped: Callable[[Step, bool], object] = lambda *_: None,
     monitor: BatchMonitor | None = None,
     progress: bool = False,
-) -> list[Step]:
+) -> None:
     """Train on every batch of a loader once, and flush.
 
     Args:
@@ -62,15 +58,11 @@ def train_epoch(
         weight: a function that returns the weight of a batch, as for `micro_batch`. Default: its
             number of samples.
         device: that batches are moved to; `None`: they are not moved.
-        when_begun: called after `iter(loader)`, before its first batch.
         when_stepped: called with each step, and with true if no batch came after it. If it returns
             true, the epoch ends.
         monitor: a running `MemoryMonitor`, which measures every batch. With `replan=` all ranks
             need one, and batches must know their `padded_size`.
         progress: show a bar, where tqdm is installed and there is a terminal.
-
-    Returns:
-        The steps that were taken.
 
     Raises:
         OptionError: with the monitor's `replan=`, a batch does not know its padded size; or batches
@@ -78,31 +70,22 @@ def train_epoch(
         SampleError: the loader of a sampler or stream ended before the epoch did.
         StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
-    steps: list[Step] = []
-
-    def note(step: Step, is_over: bool) -> object:
-        steps.append(step)
-        if len(steps) % _UNREAD == 0:
-            for one in steps[-_UNREAD:]:
-                _ = one.loss  # the first waits for the device, and the norm comes with it
-        return when_stepped is not None and when_stepped(step, is_over)
-
     # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
     # error is forgotten, when torch would wait five seconds for each.
     with closing(_each(loop_over(loader))) as batches:
-        if when_begun is not None:
-            when_begun()
         total = batches_left(loader) if progress else None
-        shown = with_bar(batches, total=total, unit="batches", leave=False) if progress else batches
-        for batch in shown:
-            samples = num_samples(batch) if accumulator.needs_samples else None
-            with _measured(batch, monitor), accumulator.micro_batch(weight(batch), samples=samples):
-                accumulator.backward(criterion(model, moved(batch, device)))
-            last = accumulator.last
-            if accumulator.stepped and last is not None and note(last, False):
-                return steps
-    accumulator.flush(lambda step: note(step, True))
-    return steps
+        shown = counting(total=total, unit="batches", leave=False, shown=progress)
+        with shown as advance:
+            for batch in batches:
+                samples = num_samples(batch) if accumulator.needs_samples else None
+                measured = _measured(batch, monitor)
+                with measured, accumulator.micro_batch(weight(batch), samples=samples):
+                    accumulator.backward(criterion(model, moved(batch, device)))
+                advance(1)
+                last = accumulator.last
+                if accumulator.stepped and last is not None and when_stepped(last, False):
+                    return
+    accumulator.flush(lambda step: when_stepped(step, True))
 
 
 def _measured(batch: Any, monitor: BatchMonitor | None) -> AbstractContextManager[object]:
@@ -213,12 +196,11 @@ def evaluate(
     """
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
-    losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
+    losses = torch.zeros((), dtype=torch.float64, device=near)
     weights = Pending()
     with evaluation_mode([*modules_of(model), *modules_of(criterion)]):
         for batch in loop_over(loader):
-            if masked_rows(batch):
-                batch = batch.split(1)[0]  # the samples alone
+            batch = unmasked(batch)
             own = Pending.of(weight(batch), read=mean)
             loss = criterion(model, moved(batch, device))
             check_scalar(loss)

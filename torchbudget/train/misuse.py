@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchbudget import errors
 from torchbudget.dtensors import local_part
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD, Optimizers
-from torchbudget.train.step import check_scalar, float64_device
+from torchbudget.train.step import check_scalar
 from torchbudget.warn import warn
 
 # The `_saved_reduction` in the grad_fn of torch's losses.
@@ -141,19 +141,16 @@ class MisuseDetector:
                 "optimizer.zero_grad() before",
             )
         if self._sentinel is not None:
-            parameter, gradient, (version, grad_version) = self._sentinel
-            if parameter._version != version:
+            parameter, gradient, versions = self._sentinel
+            now = parameter._version, gradient._version
+            if parameter.grad is not gradient or now != versions:
+                what = "parameters" if now[0] != versions[0] else "gradients"
                 self._warn(
                     errors.ForeignStepWarning,
-                    "parameters were changed in the middle of an accumulated step, as by "
-                    "optimizer.step(); the accumulator steps by itself, and accumulator.step() "
-                    "ends a step early",
-                )
-            elif parameter.grad is not gradient or gradient._version != grad_version:
-                self._warn(
-                    errors.ForeignStepWarning,
-                    "gradients were changed within a step by others than accumulator.backward (by "
-                    "zero_grad, a clipping, another backward?): it is not the large batch's step",
+                    f"{what} were changed in the middle of an accumulated step by others than the "
+                    "accumulator, as by optimizer.step(), zero_grad(), a clipping or another "
+                    "backward: it is not the large batch's step. The accumulator steps by itself, "
+                    "and accumulator.step() ends a step early",
                 )
         self._sentinel = None
 
@@ -281,10 +278,9 @@ class _Hook:
 
 def _sums_of(tensor: Tensor) -> str:
     """The sum and the norm, as text; `.data` writes show, and no tensor of its size is made."""
-    wide = torch.float64 if float64_device(tensor.device) == tensor.device else torch.float32
-    sums = [tensor.sum(dtype=None if tensor.is_complex() else wide).item()]
+    sums = [tensor.sum(dtype=None if tensor.is_complex() else torch.float64).item()]
     if tensor.is_floating_point():
-        sums.append(torch.linalg.vector_norm(tensor, dtype=wide).item())
+        sums.append(torch.linalg.vector_norm(tensor, dtype=torch.float64).item())
     return str(sums)
 
 

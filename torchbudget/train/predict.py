@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -73,14 +73,12 @@ def outputs_of(
         progress: show a bar.
         folder: opens a folder that keeps outputs.
     """
-    sampler = index_source_of(loader, "predict", "…, shuffle=False")
+    sampler = index_source_of(loader, "predict without a budget", "…, shuffle=False")
     ranks = _ranks_of(sampler, group)
     dataset: Any = loader.dataset
-    with ranks.together():
-        sampler.check_dataset(dataset)
     saved = None if folder is None else folder(ranks)
     place, _ = ({}, ()) if saved is None else next(saved.pieces(), ({}, ()))
-    results = _Results(len(dataset), is_split=forward.split_outputs is not None)
+    results = _Results(len(dataset))
     kept: list[bytes] = []  # pickled here, where an error is that of all ranks
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
@@ -89,9 +87,8 @@ def outputs_of(
             sampler.load_state_dict(place)
         left = 0 if place is None else sampler.batches_left  # `None`: the pass was over
         every = -(-left // _PIECES)
-        shown: Any = nullcontext(lambda _: None)
-        if progress and not ranks.rank:
-            shown = counting(unit="samples", total=len(dataset) * left // max(len(sampler), 1))
+        total = len(dataset) * left // max(len(sampler), 1)
+        shown = counting(unit="samples", total=total, shown=progress and not ranks.rank)
         if left:
             with shown as advance, sampler.tracked(loader) as run:
                 number = 0
@@ -121,7 +118,7 @@ def outputs_of(
 
 
 def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
-    """The ranks that the sampler deals to, joined on the host."""
+    """The ranks that the sampler deals to."""
     ranks = Ranks(group, alone=sampler.num_replicas == 1)
     if (len(ranks), ranks.rank) != (sampler.num_replicas, sampler.rank):
         raise OptionError(
@@ -129,11 +126,11 @@ def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
             f"{sampler.rank}, but the process group joins {len(ranks)}, of which this is number "
             f"{ranks.rank}: each rank would get only a part of the outputs"
         )
-    return ranks.on_host()
+    return ranks
 
 
 def _of_samples(forward: Forward, batch: Any, number: int, indices: IntArray) -> Any:
-    """Return the outputs of a batch of n samples, without those of masked rows.
+    """Return the outputs of a batch of n samples, without those of masked rows: a tensor or a list.
 
     Args:
         forward: called with the batch.
@@ -152,24 +149,22 @@ def _of_samples(forward: Forward, batch: Any, number: int, indices: IntArray) ->
     outputs = forward(batch)
     if forward.split_outputs is None:
         _check_rows(outputs, rows, called)
-        return tree_map_only(Tensor, lambda one: one[:n], outputs)
+        outputs = tree_map_only(Tensor, lambda one: one[:n], outputs)
+        return outputs if isinstance(outputs, Tensor) else _rows(outputs)
     if len(outputs) not in (n, rows):
         raise OptionError(f"{called}: split_outputs must return {n} outputs, got {len(outputs)}")
     return outputs[:n]
 
 
 def _check_rows(outputs: Any, n: int, called: str) -> None:
-    leaves = tree_leaves(outputs)
-    for leaf in leaves:
-        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n):
+    for leaf in [one for one in tree_leaves(outputs) if one is not None] or [None]:
+        if not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n):
             shape = f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
             raise OptionError(
                 f"{called}: the model's outputs must be tensors of shape ({n}, …), got a "
                 f"{shape or type(leaf).__name__}; pass split_outputs, a function of (outputs, "
                 f"batch) that returns a sequence of {n} outputs, or a model that returns no loss"
             )
-    if all(leaf is None for leaf in leaves):
-        raise OptionError(f"{called}: the model returned no tensor, but {outputs!r}")
 
 
 class _Results:
@@ -177,11 +172,9 @@ class _Results:
 
     Args:
         number: of samples.
-        is_split: outputs come as a list of one for each sample.
     """
 
-    def __init__(self, number: int, *, is_split: bool) -> None:
-        self._is_split = is_split
+    def __init__(self, number: int) -> None:
         self._rows: Any = [None] * number
         self._came = np.zeros(number, bool)
 
@@ -190,7 +183,7 @@ class _Results:
 
         Args:
             indices: of its samples, shape `(n,)`; −1: another batch has the sample, too.
-            outputs: a tensor of n rows, or a structure of them, or a list of n outputs.
+            outputs: a tensor of n rows, or a list of n outputs.
 
         Raises:
             OptionError: a sample has outputs already.
@@ -212,7 +205,7 @@ class _Results:
         if table is not None:
             table[torch.from_numpy(mine)] = outputs[torch.from_numpy(places)]
         else:
-            rows = outputs if self._is_split else _rows(outputs)
+            rows = _rows(outputs) if isinstance(outputs, Tensor) else outputs
             for place, index in zip(places.tolist(), mine.tolist(), strict=True):
                 self._rows[index] = rows[place]
         self._came[mine] = True

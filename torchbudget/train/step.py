@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torchbudget.errors import OptionError
 from torchbudget.protocols import StepSource
 
 Number = TypeVar("Number")
-
-_WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
 class _Unread(Generic[Number]):
@@ -167,13 +165,8 @@ def waits(tensor: Tensor) -> bool:
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in float64, without its graph; on the host where the device has none."""
-    return tensor.detach().to(float64_device(tensor.device), torch.float64)
-
-
-def float64_device(device: torch.device) -> torch.device:
-    """The device, or the host if the device has no float64."""
-    return torch.device("cpu") if device.type in _WITHOUT_FLOAT64 else device
+    """A copy of a tensor in float64, without its graph."""
+    return tensor.detach().to(torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def sums_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_masked_rows_change_no_result() -> None:
-    """Gradient, evaluation and predictions are as without shapes; a joint loss refuses."""
+    """Gradient, evaluation, predictions and a joint loss are as without shapes."""
     results = []
     for options in ({}, {"max_shapes": None}):
         sampler, model = sampler_of(samples_per_step=100, **options), Tagger()
@@ -159,9 +159,10 @@ def test_masked_rows_change_no_result() -> None:
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-12, atol=1e-15)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-12)
     assert results[0][2].allclose(results[1][2], rtol=1e-12)
-    batch = PadCollate(size_multiple=sampler_of())(SAMPLES[:3])
-    with pytest.raises(OptionError, match="no samples: leave max_shapes out"):
-        joint_backward(lambda one: model(one["ids"]), [batch], torch.sum)
+    collates = [PadCollate(size_multiple=one, mask="own") for one in (sampler_of(), 1)]
+    forward, criterion = partial(sums_of, Tagger()), partial(torch.logsumexp, dim=0)
+    losses = [joint_backward(forward, [one(SAMPLES[:3])], criterion) for one in collates]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
 
 
 def test_a_model_is_compiled_once_for_each_shape() -> None:

@@ -22,7 +22,7 @@ from torchbudget.cost.protocol import Sizes
 from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
 from torchbudget.errors import OptionError, OtherSizesWarning, SizesError
 from torchbudget.files import write_whole
-from torchbudget.progress import with_bar
+from torchbudget.progress import counting
 from torchbudget.protocols import MapStyle
 from torchbudget.warn import warn
 
@@ -88,11 +88,6 @@ def sizes_of(
     array([[32, 48]], dtype=int32)
     """
     check_key(key)
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
-        raise SizesError(
-            "expected a map-style dataset, with __getitem__ and __len__, "
-            f"got {type(dataset).__name__}"
-        )
     measured = SizeDataset(dataset, key)
 
     def measure() -> Sizes:
@@ -117,9 +112,19 @@ def sizes_of(
 
 
 class SizeDataset(Dataset[npt.NDArray[np.int64]]):
-    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
+    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`.
+
+    Raises:
+        SizesError: the dataset is not map-style.
+    """
 
     def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
+            raise SizesError(
+                "expected a map-style dataset, with __getitem__ and __len__, got "
+                f"{type(dataset).__name__}; for a stream use BudgetedIterableDataset(source, cost, "
+                "budget, size=…)"
+            )
         self.dataset = dataset
         self.key = key
 
@@ -158,13 +163,13 @@ def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
         collate_fn=np.asarray,  # torch's own would make a tensor in shared memory of each
         generator=torch.Generator(),  # without it the loader draws from the global generator
     )
-    read: Iterable[Sizes] = loader
-    if progress:
-        read = with_bar(loader, total=len(measured), unit="samples", description="sizes", count=len)
     chunks: list[Sizes] = []
-    for chunk in read:
-        chunks.append(chunk)
-        check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
+    shown = counting(unit="samples", total=len(measured), description="sizes", shown=progress)
+    with shown as advance:
+        for chunk in loader:
+            chunks.append(chunk)
+            check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
+            advance(len(chunk))
     if not chunks:
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
