@@ -182,7 +182,7 @@ class Order:
             if self.shuffle:
                 count = int(groups.firsts[group + 1]) - before
                 permutation = _permutation(count, self.seed, *key, group)
-                places = permutation.stretch(start - before, stop - before) + before
+                places = permutation(np.arange(start - before, stop - before)) + before
             return groups.members[places].astype(np.int64)
         if self._cumulative is not None:
             words = random_words(
@@ -196,7 +196,7 @@ class Order:
             last = np.searchsorted(self._cumulative, total, side="left")
             ranks: IntArray = np.minimum(drawn, last).astype(np.int64)
         elif self.shuffle:
-            ranks = _permutation(len(self), self.seed, *key).stretch(start, stop)
+            ranks = _permutation(len(self), self.seed, *key)(np.arange(start, stop))
         else:
             ranks = np.arange(start, stop)
         return ranks if self.units is not None else self.to_index(ranks)
