@@ -143,7 +143,8 @@ class MicroBatch:
                 group = plan.order.groups.at(start)
                 groups = (*groups[:group], groups[group] + length, *groups[group + 1 :])
             stop = start + length
-            here = replace(begun, start=stop, stop=stop, left=None, done=done, groups=groups)
+            between = replace(begun, start=stop, stop=stop, left=None, parts=1)
+            here = replace(between, groups=groups, done=done)
             if stop >= span.end:
                 if plan.batches_per_epoch is None:
                     return begun.next_epoch()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange, ascending
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
@@ -370,6 +370,7 @@ def solve(
     *,
     strips: int | None = None,
     labels: Labels = NO_LABELS,
+    parts: int = 1,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
@@ -382,6 +383,7 @@ def solve(
             costliest) first, and ranks are not rotated.
         strips: of several axes, see `arrange`; `None`: the best ones for the first window.
         labels: of the samples of a single window.
+        parts: a single window is solved in so many, one after the other, if each can be dealt.
 
     Returns:
         The micro-batches; none over the budget but those of one sample (or unit) that alone is.
@@ -389,6 +391,9 @@ def solve(
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
+    if parts > 1:
+        with suppress(UnevenRanksError):
+            return _in_parts(rules, sizes, ranks, key, strips, labels, parts)
     packs = rules.packing is not None and labels.groups is None
     first = packs or (labels.units is not None and not labels.whole)
     block = None
@@ -408,9 +413,30 @@ def solve(
     if key.shuffle:
         rounds = rounds[_shuffled(block.rounds, key)]
     number = rounds.reshape(-1)
-    block = replace(block, starts=block.starts[number], stops=block.stops[number])
-    is_packed = rules.packing is not None and labels.alike and sizes.ndim == 2
-    return _first_come(block) if is_packed else block
+    return replace(block, starts=block.starts[number], stops=block.stops[number])
+
+
+def _in_parts(
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    key: WindowKey | None,
+    strips: int | None,
+    labels: Labels,
+    parts: int,
+) -> Block:
+    """Solve one window part by part, in the order of its samples: see `solve`."""
+    every = np.arange(sizes.shape[1])
+    items = every if labels.units is None else labels.units
+    firsts = np.flatnonzero(np.diff(items, prepend=-1))
+    each = max(len(firsts) // parts // ranks.number, 1) * ranks.number
+    blocks = []
+    for at in np.split(every, firsts[each::each][: parts - 1]):
+        one = solve(rules, sizes[:, at], ranks, key, strips=strips, labels=labels.take(at))
+        places = (at[0] + places for places in (one.samples, one.starts, one.stops))
+        blocks.append((*places, one.sizes, one.rounds))
+    samples, starts, stops, dealt, rounds = map(np.concatenate, zip(*blocks, strict=True))
+    return Block(samples, dealt, starts, stops, rounds.sum(keepdims=True))
 
 
 def _may_cut_rounds(
@@ -429,23 +455,6 @@ def _waited(block: Block, rules: BatchRules, ranks: Ranks) -> int:
     """The work of the costliest rank in every round, summed."""
     work = block.costs(rules, rules.work).reshape(-1, ranks.number)
     return int(work.max(axis=1).sum())
-
-
-def _first_come(block: Block) -> Block:
-    """Let samples of one size come in their order, so that those that are left are runs of them.
-
-    A packed batch takes samples of every size, and a state would not be small otherwise. Along
-    several axes, few samples have one size.
-    """
-    length = len(block.samples)
-    counts = block.stops - block.starts
-    turns = np.repeat(block.starts - (np.cumsum(counts) - counts), counts) + np.arange(length)
-    places = np.empty_like(turns)
-    places[block.samples] = np.arange(length)
-    come, order = (at[ascending(block.sizes[None, at])[0]] for at in (turns, places))
-    samples = np.empty_like(block.samples)
-    samples[come] = block.samples[order]
-    return replace(block, samples=samples)
 
 
 def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
