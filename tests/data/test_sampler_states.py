@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
 from tests.support.sampler_cases import check_state_size
@@ -51,6 +53,17 @@ def test_an_epoch_is_resumed_at_every_batch(options: Any) -> None:
     make = partial(sampler_of, window=40, **options)
     whole = check_every_stop(make)
     assert in_parts(make, [1] * (len(whole) - 1)) == whole
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(2, 4), st.booleans())
+def test_groups_whose_tails_are_shorter_than_the_ranks(
+    windows: list[int], ranks: int, drop_last: bool
+) -> None:
+    """Each group ends with a tail of fewer samples than ranks, and is resumed at every batch."""
+    tails = np.arange(len(windows)) % (ranks - 1) + 1
+    labels = np.repeat(np.arange(len(windows)), np.array(windows) * 12 + tails)
+    options = {"groups": labels, "window": 12, "max_batch_size": 3, "num_replicas": ranks}
+    check_every_stop(partial(sampler_of, LENGTHS[: len(labels)], drop_last=drop_last, **options))
 
 
 def test_len_after_other_ranks_is_what_was_done_and_what_is_left() -> None:
