@@ -70,11 +70,11 @@ class PlanReport:
     largest: int
     over_budget: int
     steps: int
-    windows: int
     ranks: int
-    imbalance: float
-    dropped: int
     skipped: int
+    windows: int = 0
+    imbalance: float = 1.0
+    dropped: int = 0
     masked_rows: int | None = None
 
     @property
@@ -231,10 +231,7 @@ class ReadBatches:
             largest=int(n.max()),
             over_budget=int(times[used > rules.budget_bytes].sum()),
             steps=batches,
-            windows=0,
             ranks=ranks,
-            imbalance=1.0,
-            dropped=0,
             skipped=skipped,
         )
 

@@ -115,11 +115,10 @@ class Block:
         """The amount of a limit that each micro-batch uses, shape `(micro-batches,)`."""
         if limit.name == "cost":
             return self.costs(rules, rules.cost)
-        if limit.most is not None:
-            return self.stops - self.starts
         if limit.summed is not None:
             return summed_costs(rules.padded(self.sizes), self.starts, limit.summed)
-        return limit.cost.batch_bytes(self.stops - self.starts, rules.padded(self.padded()))
+        size = rules.padded(self.padded()) if limit.any_size is None else limit.any_size
+        return limit.cost.batch_bytes(self.stops - self.starts, size)
 
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
@@ -356,7 +355,13 @@ def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
         rounds = _dealt(work, stops - starts, counts, ranks)
         alike = arranged.units is None and arranged.groups is None
         if ranks.even_sums and isinstance(arranged, SortedWindows) and alike:
-            _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
+            for row, last in enumerate(np.cumsum(counts).tolist()):
+                first = last - int(counts[row])
+                dealt = rounds[first // ranks.number : last // ranks.number]
+                better = level(arranged, row, work[first:last], dealt - first, int(budgets[row]))
+                if better is not None:
+                    starts[first:last] = better[0] + row * length
+                    dealt[:] = better[1] + first
             stops = np.append(starts[1:], windows * length)
         starts, stops = starts[rounds.reshape(-1)], stops[rounds.reshape(-1)]
     return Block(arranged.samples, flat, starts, stops, counts // ranks.number)
@@ -471,28 +476,6 @@ def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) ->
     exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
     dealt: IntArray = rounds[exists]
     return dealt
-
-
-def _even_out(
-    windows: SortedWindows,
-    budgets: IntArray,
-    ranks: Ranks,
-    counts: IntArray,
-    work: IntArray,
-    starts: IntArray,
-    rounds: IntArray,
-) -> None:
-    """Cut the windows anew, in `starts` and `rounds`, whose ranks still differ; see `level`."""
-    last = 0
-    for row, count in enumerate(counts.tolist()):
-        first, last = last, last + count
-        dealt = slice(first // ranks.number, last // ranks.number)
-        sums = work[rounds[dealt]].sum(axis=0)
-        most, budget = int(sums.max()), int(budgets[row])
-        found = level(windows, row, work[first:last], most, budget, ranks.number)
-        if found is not None:
-            starts[first:last] = found[0] + row * windows.length
-            rounds[dealt] = found[1] + first
 
 
 def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
