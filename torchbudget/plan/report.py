@@ -50,12 +50,12 @@ class PlanReport:
         largest: largest number of samples in a micro-batch.
         over_budget: micro-batches whose predicted bytes exceed the budget.
         steps: optimizer steps of each rank.
-        windows: windows of the epoch, each of which is cut by itself; 0 of a stream.
         ranks: number of ranks.
+        skipped: samples that are over the budget alone and are never drawn.
+        windows: windows of the epoch, each of which is cut by itself; 0 of a stream.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the mean rank's: 1 is even.
             With `balance=`, in the unit of that model.
         dropped: positions of the epoch that `drop_last` drops.
-        skipped: samples that are over the budget alone and are never drawn.
         masked_rows: rows of `max_shapes` that no sample fills; `None` without it.
     """
 

@@ -434,6 +434,7 @@ def _in_parts(
     every = np.arange(sizes.shape[1])
     items = every if labels.units is None else labels.units
     firsts = np.flatnonzero(np.diff(items, prepend=-1))
+    # A multiple of the ranks' number can be dealt whatever the sizes; the last part has the rest.
     each = max(len(firsts) // parts // ranks.number, 1) * ranks.number
     blocks = []
     for at in np.split(every, firsts[each::each][: parts - 1]):
