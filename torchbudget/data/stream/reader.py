@@ -43,8 +43,7 @@ class Shuffled:
 
     def __getitem__(self, part: slice) -> Iterator[int]:
         for begin in range(part.start, self._length, _CHUNK):
-            positions = np.arange(begin, min(begin + _CHUNK, self._length))
-            yield from self._order(positions).tolist()
+            yield from self._order(np.arange(begin, min(begin + _CHUNK, self._length))).tolist()
 
     def __iter__(self) -> Iterator[int]:
         return self[0:]
