@@ -10,6 +10,7 @@ from copy import copy
 from functools import partial
 from itertools import chain, islice
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ REFUSALS = Refusals()
 
 @pytest.fixture(scope="module", autouse=True)
 def most_cases_are_accepted() -> Iterator[None]:
-    yield
+    with patch("torchbudget.plan.cursor.PART", 16):  # small windows are dealt anew in parts, too
+        yield
     REFUSALS.check()
 
 
@@ -141,7 +143,7 @@ def test_records_say_where_the_epoch_stands(case: Any, epoch: int, data: st.Data
     state = records[place].after.encode(order)
     text = json.dumps(state)
     assert json.loads(text) == state
-    check_state_size(text, state)
+    check_state_size(text, state["stop"] - state["start"])
     if place < len(records) - 1:
         found = Cursor.decode(json.loads(text), order, plan)
         assert found.done == place + 1
@@ -257,7 +259,7 @@ def test_resuming_elsewhere_brings_every_remaining_sample_once(
                 check_batch(sizes[batch], cost, budget, options)
             remaining.subtract(counted(found))
         state = those[0].state_dict()
-        check_state_size(json.dumps(state), state)
+        check_state_size(json.dumps(state), state["stop"] - state["start"])
         for sampler in those[1:]:
             assert sampler.state_dict() == state
         ranks = data.draw(st.integers(1, 8))

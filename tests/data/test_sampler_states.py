@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
 from tests.support.sampler_cases import check_state_size
@@ -51,6 +53,17 @@ def test_an_epoch_is_resumed_at_every_batch(options: Any) -> None:
     make = partial(sampler_of, window=40, **options)
     whole = check_every_stop(make)
     assert in_parts(make, [1] * (len(whole) - 1)) == whole
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(2, 4), st.booleans())
+def test_groups_whose_tails_are_shorter_than_the_ranks(
+    windows: list[int], ranks: int, drop_last: bool
+) -> None:
+    """Each group ends with a tail of fewer samples than ranks, and is resumed at every batch."""
+    tails = np.arange(len(windows)) % (ranks - 1) + 1
+    labels = np.repeat(np.arange(len(windows)), np.array(windows) * 12 + tails)
+    options = {"groups": labels, "window": 12, "max_batch_size": 3, "num_replicas": ranks}
+    check_every_stop(partial(sampler_of, LENGTHS[: len(labels)], drop_last=drop_last, **options))
 
 
 def test_len_after_other_ranks_is_what_was_done_and_what_is_left() -> None:
@@ -150,28 +163,33 @@ SMALL_STATES: dict[str, Any] = {
     "a sample each": (1, PaddedCost(unit_bytes=1), 20_000, {"max_batch_size": 1}),
     "three axes": (3, PaddedCost(unit_bytes=[1, 1, 1]), 8_000, {}),
     "packed": (1, PackedCost(unit_bytes=1), 4_000, {}),
+    "packed, two axes": (2, PackedCost(unit_bytes=[1, 1]), 20_000, {}),
+    "units": (1, PackedCost(unit_bytes=1), 20_000, {"units": np.arange(40_000) // 8}),
 }
 
 
 @pytest.mark.parametrize("case", SMALL_STATES)
 def test_a_state_within_a_window_is_small(case: str) -> None:
-    """2 KB and a bit for each sample of the window, also where that was dealt anew, twice."""
+    """2 KB and a bit for each sample of the window, also where that was dealt anew, twice.
+
+    On the same ranks it goes on as if nothing had been saved.
+    """
     axes, cost, budget, options = SMALL_STATES[case]
     rng = np.random.default_rng(0)
     sizes = np.clip(rng.lognormal(5, 0.7, (40_000, axes)), 1, 2000).astype(np.int64)
+    make = partial(sampler_of, sizes, budget, cost=cost, samples_per_step=32_768, **options)
     state = None
     for number in (8, 4, 2):
-        sampler = sampler_of(
-            sizes, budget, cost=cost, samples_per_step=32_768, num_replicas=number, **options
-        )
+        sampler, again = (make(num_replicas=number) for _ in range(2))
         if state is not None:
             sampler.load_state_dict(state)
         batches = iter(sampler)
         next(batches)
         list(islice(batches, sampler.steps[0] // 3))
         state = sampler.state_dict()
-        assert state["stop"] - state["start"] == 32_768
-        check_state_size(json.dumps(state), state)
+        check_state_size(json.dumps(state), 32_768)
+        again.load_state_dict(as_json(state))
+        assert list(again) == list(batches)
 
 
 # ---------------------------------------------------------------------- copies

@@ -15,6 +15,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch.utils.data import DataLoader
 
@@ -31,6 +32,7 @@ from tests.support.sampler_cases import (
     sharing_ranks,
 )
 from tests.support.samplers import counted
+from torchbudget.plan.cursor import PART
 
 EPOCHS = 2
 STARTS = 12  # after which each start is the last of its epoch
@@ -47,8 +49,9 @@ def check(chance: random.Random, folder: Path) -> Counter[str]:
         if oversize == "alone":
             options.pop("max_shapes", None)
     chain = Chain(chance, sizes, cost, budget, ranks, options)
-    while chain.epoch < EPOCHS:
-        chain.start()
+    with patch("torchbudget.plan.cursor.PART", chance.choice([1, 5, PART])):
+        while chain.epoch < EPOCHS:
+            chain.start()
     chain.check_samples()
     return chain.told
 
@@ -173,7 +176,7 @@ class Chain:
         else:
             states = [one.state_dict() for one in those]
         assert all(as_json(state) == states[0] for state in states), "states of the ranks"
-        check_state_size(json.dumps(states[0]), states[0])
+        check_state_size(json.dumps(states[0]), len(self.sizes))
         assert states[0]["epoch"] == epoch + ended, "the epoch of the state"
         self.came[epoch].update(counted(batch for batches in found for batch in batches))
         self.saved, self.following = states[0], None

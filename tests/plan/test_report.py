@@ -152,12 +152,13 @@ def test_the_table() -> None:
 
 def test_limits_have_rows() -> None:
     """The fill of each, with its unit, and the share of batches that it ended."""
-    limits = [(PackedCost(unit_bytes=1, unit="nodes"), 100)]
+    limits = [(PackedCost(unit_bytes=1, unit="nodes"), 100), (PaddedCost(sample_bytes=3), 60)]
     sampler = MemoryBudgetBatchSampler([10] * 30, TOKENS, 400, max_batch_size=20, limits=limits)
     table = str(sampler.report())
     assert re.search(r"fill of the budget +25\.0%, ended 0\.0% of the batches", table)
     assert re.search(r"fill of max_batch_size +50\.0% of 20 samples, ended 0\.0%", table)
     assert re.search(r"fill of limits\[0\] +100\.0% of 100 nodes, ended 100\.0%", table)
+    assert re.search(r"fill of limits\[1\] +50\.0% of 60 B, ended 0\.0%", table)
 
 
 def test_skipped_and_dropped_are_counted() -> None:

@@ -172,6 +172,6 @@ def check_shapes(sampler: Any, epochs: Any, sizes: Any) -> None:
     assert all(rules.cost.batch_bytes(*shape) <= rules.budget_bytes for shape in sampler.shapes)
 
 
-def check_state_size(text: str, state: Any) -> None:
+def check_state_size(text: str, samples: int) -> None:
     """Law 7: 2 KB, and one bit, as text, for each sample of a window that was begun."""
-    assert len(text) <= 2048 + 1.34 * (state["stop"] - state["start"]) / 8
+    assert len(text) <= 2048 + 1.34 * samples / 8

@@ -131,7 +131,9 @@ def limits(draw: st.DrawFn, largest: Any, *, packed: bool, least: int = 1) -> li
         least: samples of the largest size that fit at the least.
     """
     axes = np.size(largest)
-    counted = st.just(PackedCost(sample_bytes=1, unit="samples"))
+    counted = st.sampled_from(
+        [PackedCost(sample_bytes=1, unit="samples"), PackedCost(sample_bytes=3)]
+    )
     summed = formulas(axes, packed=True)
     kinds = [counted, summed] if packed else [counted, summed, formulas(axes, packed=False)]
     found = draw(st.lists(st.one_of(*kinds), max_size=2))

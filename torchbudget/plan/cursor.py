@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain, fingerprint
 
@@ -21,9 +20,14 @@ if TYPE_CHECKING:
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
+# Samples that are dealt anew together, and parts of a window at the most: a state has a bit for
+# each sample of the window, and a second one for those of the part that was begun.
+PART: Final = 8192
+_MOST_PARTS: Final = 16
+
 # Natural numbers.
-PLACE: Final = ("epoch", "first", "number", "start", "stop", "rounds", "done")
-_KEYS: Final = (*PLACE, "strips", "groups", "dealt", "left", "order", "dealing")
+PLACE: Final = ("epoch", "first", "number", "start", "stop", "rounds", "done", "parts")
+_KEYS: Final = (*PLACE, "groups", "dealt", "left", "order", "dealing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +36,8 @@ class Cursor:
 
     Positions of the pass before `start` are done, those from `stop` on are untouched. The positions
     between are one window that was dealt: as a whole, or the part of it that was `left` when other
-    ranks, another budget or another cost took over. `rounds` of its rounds are done.
+    ranks, another budget or another cost took over: in `parts`, one after the other. `rounds` of
+    its rounds are done.
 
     Attributes:
         epoch: number of the epoch.
@@ -44,6 +49,7 @@ class Cursor:
         rounds: micro-batches of the window that each rank is done with.
         done: micro-batches of the epoch that each rank is done with, those included, as the ranks
             were then.
+        parts: number of parts in which the window is dealt, 1 unless it is dealt anew.
         groups: samples of each group in windows before this one, where windows are of one group
             each: positions of other groups than the window's are done, too. `None`: none.
         plan: that dealt the window; `None` between windows.
@@ -57,6 +63,7 @@ class Cursor:
     left: BoolArray | None = None
     rounds: int = 0
     done: int = 0
+    parts: int = 1
     groups: tuple[int, ...] | None = None
     plan: Plan | None = field(default=None, repr=False)
 
@@ -87,29 +94,32 @@ class Cursor:
         """The same place under another plan, which deals anew what is left of the window."""
         if self.plan is None or self.plan is plan:
             return self
-        left = self.plan.left_of(self)
-        return replace(self, left=left, rounds=0, plan=plan)
+        return self.dealt_anew(self.plan.left_of(self), plan)
+
+    def dealt_anew(self, left: BoolArray | None, plan: Plan) -> Cursor:
+        """The same place under another plan, which has yet to deal what is left of the window."""
+        parts = 1 if left is None else min(-(-int(left.sum()) // PART), _MOST_PARTS)
+        return replace(self, left=left, rounds=0, parts=parts, plan=plan)
 
     def encode(self, order: Plain) -> dict[str, Any]:
         """The cursor as plain JSON types.
 
         Their size does not depend on the data set: some hundred bytes, and inside a window at most
-        one bit for each of its samples, so that other ranks can take over. The bits are in the
-        order in which windows are cut, so that micro-batches are runs, and are compressed.
+        one bit for each of its samples, so that other ranks can take over. Where it was dealt anew,
+        each sample of the part that was begun has another bit.
 
         Args:
             order: what must be the same for positions to mean the same samples.
         """
         plan, dealt, left = self.plan, None, None
         if plan is not None:
-            as_cut = plan.sorted_positions(self, plan.strips)
-            dealt, left = _text(self.left, as_cut), _text(plan.left_of(self), as_cut)
+            dealt, left = self.left, plan.left_of(self)
+            left = left if left is None or dealt is None else left[dealt]
         state = {
             **{name: getattr(self, name) for name in PLACE},
-            "strips": None if plan is None else plan.strips,
             "groups": None if self.groups is None else list(self.groups),
-            "dealt": dealt,
-            "left": left,
+            "dealt": _text(dealt),
+            "left": _text(left),
             "order": dict(order),
             "dealing": None if plan is None else plan.dealing_digest,
         }
@@ -132,14 +142,14 @@ class Cursor:
         if state["start"] == state["stop"]:
             return cls(**place, groups=groups)
         same = state["dealing"] == plan.dealing_digest
-        text = state["dealt" if same else "left"]
-        found = cls(**place | ({} if same else {"rounds": 0}), groups=groups, plan=plan)
-        if text is None:
-            return found
-        as_cut = plan.sorted_positions(found, state["strips"])
-        left = np.empty(len(as_cut), np.bool_)
-        left[as_cut] = _mask(text, len(as_cut))
-        return replace(found, left=left)
+        found = cls(**place, groups=groups, plan=plan)
+        samples = len(plan.order.indices(found.pass_key, found.start, found.stop))
+        left = None
+        for text in (state["dealt"], None if same else state["left"]):
+            if text is not None:
+                left = np.ones(samples, np.bool_) if left is None else left
+                left[left] = _mask(text, int(left.sum()))
+        return replace(found, left=left) if same else found.dealt_anew(left, plan)
 
 
 def _check(state: object, order: Plain) -> None:
@@ -171,10 +181,10 @@ def _digest(state: Mapping[str, Any]) -> str:
     return fingerprint(json.dumps(parts, sort_keys=True, default=repr))
 
 
-def _text(mask: BoolArray | None, order: IntArray) -> str | None:
+def _text(mask: BoolArray | None) -> str | None:
     if mask is None:
         return None
-    return base64.b85encode(zlib.compress(np.packbits(mask[order]).tobytes(), 9)).decode("ascii")
+    return base64.b85encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode("ascii")
 
 
 def _mask(text: str, length: int) -> BoolArray:

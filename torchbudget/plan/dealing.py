@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Final
 
@@ -116,21 +115,16 @@ def split_to(starts: IntArray, length: int, costs: IntArray, target: int) -> Int
 
     Returns:
         The starts of the runs now, shape `(target,)`. A half counts as half the cost of its run.
-        O(runs + splits·log(runs)).
+        O(runs·splits).
     """
-    stops = np.append(starts[1:], length)
-    columns = (-costs).tolist(), starts.tolist(), stops.tolist()
-    runs = [run for run in zip(*columns, strict=True) if run[2] - run[1] > 1]
-    heapq.heapify(runs)
-    more: list[int] = []
-    while len(starts) + len(more) < target:
-        cost, start, stop = heapq.heappop(runs)
-        middle = -(-(start + stop) // 2)
-        more.append(middle)
-        for piece in ((-(-cost // 2), start, middle), (-(-cost // 2), middle, stop)):
-            if piece[2] - piece[1] > 1:
-                heapq.heappush(runs, piece)
-    return np.sort(np.append(starts, np.array(more, np.int64)))
+    while len(starts) < target:
+        lengths = np.diff(starts, append=length)
+        at = int(np.where(lengths > 1, costs, -1).argmax())
+        starts = np.insert(starts, at + 1, starts[at] + -(-lengths[at] // 2))
+        half = costs[at] // 2
+        costs = np.insert(costs, at, half)
+        costs[at + 1] = half
+    return starts
 
 
 def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
@@ -172,7 +166,7 @@ def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
 
 
 def level(
-    windows: SortedWindows, row: int, work: IntArray, most: int, budget: int, ranks: int
+    windows: SortedWindows, row: int, work: IntArray, dealt: IntArray, budget: int
 ) -> tuple[IntArray, IntArray] | None:
     """Fill every rank up to one level with a run of the window's shortest samples.
 
@@ -185,14 +179,14 @@ def level(
         windows: windows that were cut.
         row: number of the window.
         work: work of each of its micro-batches, by `BatchRules.work`, shape `(micro-batches,)`.
-        most: the sum of the costliest rank, to be lowered.
+        dealt: their numbers by round and rank, shape `(rounds, ranks)`.
         budget: the lowered budget under which the window was cut.
-        ranks: number of ranks.
 
     Returns:
-        The starts of the micro-batches, and their numbers by round and rank, shape
-        `(rounds, ranks)`; `None` if that is no better.
+        Other starts of the micro-batches, and their numbers by round and rank; `None` if that is no
+        better.
     """
+    most, ranks = int(work[dealt].sum(axis=0).max()), dealt.shape[1]
     head = len(work) - ranks
     if not head:
         return None  # one micro-batch each: they are as alike as can be already

@@ -137,20 +137,20 @@ class MicroBatch:
         window, span = self.window, self.window.span
         plan, begun, length = span.plan, span.cursor, span.length
         done, start = window.done + self.turn + 1, begun.start + window.number * length
-        if self._is_last:
-            groups = begun.groups
-            if groups is not None and plan.order.groups is not None:
-                group = plan.order.groups.at(start)
-                groups = (*groups[:group], groups[group] + length, *groups[group + 1 :])
-            stop = start + length
-            here = replace(begun, start=stop, stop=stop, left=None, done=done, groups=groups)
-            if stop >= span.end:
-                if plan.batches_per_epoch is None:
-                    return begun.next_epoch()
-                here = here.next_pass()
-        else:
-            stop, rounds = start + length, self.turn + 1
+        stop = start + length
+        if not self._is_last:
+            rounds = self.turn + 1
             here = replace(begun, start=start, stop=stop, rounds=rounds, done=done, plan=plan)
+        elif stop >= span.end and plan.batches_per_epoch is None:
+            return begun.next_epoch()
+        else:
+            here = replace(begun, start=stop, stop=stop, left=None, parts=1, done=done)
+            if begun.groups is not None and plan.order.groups is not None:
+                groups = np.array(begun.groups)
+                groups[plan.order.groups.at(start)] += length
+                here = replace(here, groups=tuple(groups.tolist()))
+            if stop >= span.end:
+                here = here.next_pass()
         return plan.next_epoch(here) if done == plan.batches_per_epoch else here
 
     @property

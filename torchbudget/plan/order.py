@@ -175,18 +175,10 @@ class Order:
 
     def _items(self, first: int, number: int, start: int, stop: int) -> IntArray:
         groups, key = self.groups, (first, Stream.PASS, number)
-        if groups is not None:
-            group = groups.at(start)
-            before = int(groups.firsts[group])
-            places: slice | IntArray = slice(start, stop)
-            if self.shuffle:
-                count = int(groups.firsts[group + 1]) - before
-                permutation = _permutation(count, self.seed, *key, group)
-                places = permutation.stretch(start - before, stop - before) + before
-            return groups.members[places].astype(np.int64)
+        places = np.arange(start, stop)
         if self._cumulative is not None:
             words = random_words(
-                self.seed, first, Stream.DRAW, number, start=start, count=stop - start
+                self.seed, first, Stream.DRAW, number, start=start, count=len(places)
             )
             total = self._cumulative[-1]
             # Words as floats in [0, 1), by their upper 53 bits.
@@ -194,9 +186,13 @@ class Order:
             drawn = np.searchsorted(self._cumulative, uniform * total, side="right")
             # Rounding may carry a draw onto the total itself: the last one of a positive weight.
             last = np.searchsorted(self._cumulative, total, side="left")
-            ranks: IntArray = np.minimum(drawn, last).astype(np.int64)
-        elif self.shuffle:
-            ranks = _permutation(len(self), self.seed, *key).stretch(start, stop)
-        else:
-            ranks = np.arange(start, stop)
-        return ranks if self.units is not None else self.to_index(ranks)
+            places = np.minimum(drawn, last).astype(np.int64)
+        elif self.shuffle and groups is None:
+            places = _permutation(len(self), self.seed, *key)(places)
+        elif self.shuffle and groups is not None:
+            group = groups.at(start)
+            before, end = groups.firsts[group : group + 2].tolist()
+            places = _permutation(end - before, self.seed, *key, group)(places - before) + before
+        if groups is not None:
+            return groups.members[places].astype(np.int64)
+        return places if self.units is not None else self.to_index(places)

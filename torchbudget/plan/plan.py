@@ -20,7 +20,6 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
-from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, fingerprint, rules_identity
 from torchbudget.plan.groups import NONE, Members
@@ -41,7 +40,7 @@ from torchbudget.plan.solver import (
 
 # Samples that one call plans: enough to drown the call's own time. Blocks of windows grow up to
 # that, so that the first micro-batch waits for one window only.
-_BLOCK_SAMPLES: Final = 2**18
+_BLOCK_SAMPLES: Final = 2**16
 _WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
 # Samples whose capacities tell how many micro-batches a window will have.
 _SURVEY: Final = 4096
@@ -250,7 +249,7 @@ class Plan:
         number = 1
         while turn is not None:
             here, at = stretches[turn], firsts[turn] + done[turn]
-            before = replace(cursor, groups=tuple(done)) if apart else cursor
+            before = replace(cursor, parts=1, groups=tuple(done) if apart else None)
             number = min(number, (here.tail - at) // self.window)
             length = self.window if number else here.end - here.tail
             done[turn] += max(number, 1) * length
@@ -306,7 +305,8 @@ class Plan:
         places = start + np.arange(windows) * length
         key = WindowKey(order.seed, cursor.pass_key, places, numbers, order.shuffle)
         labels = order.labels.take(indices)
-        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips, labels=labels)
+        strips, parts = self.strips, cursor.parts
+        block = solve(self.rules, sizes, self.ranks, key, strips=strips, labels=labels, parts=parts)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -430,15 +430,6 @@ class Plan:
         spread = np.full(len(cursor.left), -1)
         spread[cursor.left] = rounds
         return spread
-
-    def sorted_positions(self, cursor: Cursor, strips: int) -> IntArray:
-        """The positions of a cursor's window in the order in which so many strips cut it.
-
-        Shape `(samples of the window,)`; a function of the sizes: see `arrange`.
-        """
-        sizes = self._sizes_at(self.order.indices(cursor.pass_key, cursor.start, cursor.stop))
-        positions: IntArray = arrange(sizes[None], strips)[0]
-        return positions
 
     def batches_left(self, cursor: Cursor) -> int:
         """Micro-batches of each rank from a cursor to the end of its epoch.

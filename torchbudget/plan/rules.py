@@ -39,12 +39,17 @@ class Limit:
     amount: int
 
     @cached_property
+    def any_size(self) -> IntArray | None:
+        """A size that stands for all, where the cost only counts samples; else `None`."""
+        if isinstance(self.cost, (PaddedCost, PackedCost)) and self.cost.counts:
+            return np.zeros(self.cost.axes if self.cost.axes > 1 else (), np.int64)
+        return None
+
+    @cached_property
     def most(self) -> int | None:
         """Samples in a micro-batch at the most, where the cost only counts them; else `None`."""
-        if isinstance(self.cost, (PaddedCost, PackedCost)) and self.cost.counts:
-            zero = np.zeros(self.cost.axes if self.cost.axes > 1 else (), np.int64)
-            return int(self.cost.capacity(zero, self.amount))
-        return None
+        size = self.any_size
+        return None if size is None else int(self.cost.capacity(size, self.amount))
 
     @property
     def summed(self) -> AdditiveCost | None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange, ascending
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
@@ -115,11 +115,10 @@ class Block:
         """The amount of a limit that each micro-batch uses, shape `(micro-batches,)`."""
         if limit.name == "cost":
             return self.costs(rules, rules.cost)
-        if limit.most is not None:
-            return self.stops - self.starts
         if limit.summed is not None:
             return summed_costs(rules.padded(self.sizes), self.starts, limit.summed)
-        return limit.cost.batch_bytes(self.stops - self.starts, rules.padded(self.padded()))
+        size = rules.padded(self.padded()) if limit.any_size is None else limit.any_size
+        return limit.cost.batch_bytes(self.stops - self.starts, size)
 
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
@@ -356,7 +355,13 @@ def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
         rounds = _dealt(work, stops - starts, counts, ranks)
         alike = arranged.units is None and arranged.groups is None
         if ranks.even_sums and isinstance(arranged, SortedWindows) and alike:
-            _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
+            for row, last in enumerate(np.cumsum(counts).tolist()):
+                first = last - int(counts[row])
+                dealt = rounds[first // ranks.number : last // ranks.number]
+                better = level(arranged, row, work[first:last], dealt - first, int(budgets[row]))
+                if better is not None:
+                    starts[first:last] = better[0] + row * length
+                    dealt[:] = better[1] + first
             stops = np.append(starts[1:], windows * length)
         starts, stops = starts[rounds.reshape(-1)], stops[rounds.reshape(-1)]
     return Block(arranged.samples, flat, starts, stops, counts // ranks.number)
@@ -370,6 +375,7 @@ def solve(
     *,
     strips: int | None = None,
     labels: Labels = NO_LABELS,
+    parts: int = 1,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
@@ -382,6 +388,7 @@ def solve(
             costliest) first, and ranks are not rotated.
         strips: of several axes, see `arrange`; `None`: the best ones for the first window.
         labels: of the samples of a single window.
+        parts: a single window is solved in so many, one after the other, if each can be dealt.
 
     Returns:
         The micro-batches; none over the budget but those of one sample (or unit) that alone is.
@@ -389,6 +396,9 @@ def solve(
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
+    if parts > 1:
+        with suppress(UnevenRanksError):
+            return _in_parts(rules, sizes, ranks, key, strips, labels, parts)
     packs = rules.packing is not None and labels.groups is None
     first = packs or (labels.units is not None and not labels.whole)
     block = None
@@ -408,9 +418,31 @@ def solve(
     if key.shuffle:
         rounds = rounds[_shuffled(block.rounds, key)]
     number = rounds.reshape(-1)
-    block = replace(block, starts=block.starts[number], stops=block.stops[number])
-    is_packed = rules.packing is not None and labels.alike and sizes.ndim == 2
-    return _first_come(block) if is_packed else block
+    return replace(block, starts=block.starts[number], stops=block.stops[number])
+
+
+def _in_parts(
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    key: WindowKey | None,
+    strips: int | None,
+    labels: Labels,
+    parts: int,
+) -> Block:
+    """Solve one window part by part, in the order of its samples: see `solve`."""
+    every = np.arange(sizes.shape[1])
+    items = every if labels.units is None else labels.units
+    firsts = np.flatnonzero(np.diff(items, prepend=-1))
+    # A multiple of the ranks' number can be dealt whatever the sizes; the last part has the rest.
+    each = max(len(firsts) // parts // ranks.number, 1) * ranks.number
+    blocks = []
+    for at in np.split(every, firsts[each::each][: parts - 1]):
+        one = solve(rules, sizes[:, at], ranks, key, strips=strips, labels=labels.take(at))
+        places = (at[0] + places for places in (one.samples, one.starts, one.stops))
+        blocks.append((*places, one.sizes, one.rounds))
+    samples, starts, stops, dealt, rounds = map(np.concatenate, zip(*blocks, strict=True))
+    return Block(samples, dealt, starts, stops, rounds.sum(keepdims=True))
 
 
 def _may_cut_rounds(
@@ -431,23 +463,6 @@ def _waited(block: Block, rules: BatchRules, ranks: Ranks) -> int:
     return int(work.max(axis=1).sum())
 
 
-def _first_come(block: Block) -> Block:
-    """Let samples of one size come in their order, so that those that are left are runs of them.
-
-    A packed batch takes samples of every size, and a state would not be small otherwise. Along
-    several axes, few samples have one size.
-    """
-    length = len(block.samples)
-    counts = block.stops - block.starts
-    turns = np.repeat(block.starts - (np.cumsum(counts) - counts), counts) + np.arange(length)
-    places = np.empty_like(turns)
-    places[block.samples] = np.arange(length)
-    come, order = (at[ascending(block.sizes[None, at])[0]] for at in (turns, places))
-    samples = np.empty_like(block.samples)
-    samples[come] = block.samples[order]
-    return replace(block, samples=samples)
-
-
 def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
     """Numbers of micro-batches by round and rank, window after window, shape `(rounds, ranks)`."""
     real = np.arange(counts.max()) < counts[:, None]
@@ -462,28 +477,6 @@ def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) ->
     exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
     dealt: IntArray = rounds[exists]
     return dealt
-
-
-def _even_out(
-    windows: SortedWindows,
-    budgets: IntArray,
-    ranks: Ranks,
-    counts: IntArray,
-    work: IntArray,
-    starts: IntArray,
-    rounds: IntArray,
-) -> None:
-    """Cut the windows anew, in `starts` and `rounds`, whose ranks still differ; see `level`."""
-    last = 0
-    for row, count in enumerate(counts.tolist()):
-        first, last = last, last + count
-        dealt = slice(first // ranks.number, last // ranks.number)
-        sums = work[rounds[dealt]].sum(axis=0)
-        most, budget = int(sums.max()), int(budgets[row])
-        found = level(windows, row, work[first:last], most, budget, ranks.number)
-        if found is not None:
-            starts[first:last] = found[0] + row * windows.length
-            rounds[dealt] = found[1] + first
 
 
 def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
