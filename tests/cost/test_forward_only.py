@@ -45,7 +45,7 @@ def test_each_method_measures_it(method: Any, context: Callable[[], Any]) -> Non
     """The report says that it was forward only; nothing is changed."""
     training, step = evaluation("encoder, fused attention", context)
     before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-    cost = measure_cost(step, training.make_batch, max_size=256, method=method, budget=room())
+    cost = measure_cost(step, training.make_batch, max_size=256, method=method, budget=room(80))
     assert sum(NOTE in note for note in cost.notes) == 1
     assert NOTE in cost.report()
     assert cost.margin < 0.1
@@ -202,14 +202,15 @@ def step(batch):
     model(batch["x"])
 
 
-budget = process_memory().resident_bytes + 200 * 2**20
+before, room = process_memory().resident_bytes, 120 * 2**20
+budget = before + room
 cost = tb.measure_cost(step, training.make_batch, max_size=512, budget=budget)
 lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, 300), 1, 512).astype(int)
 batches = list(tb.MemoryBudgetBatchSampler(lengths, cost, budget))
 assert reset_peak_memory()
 for indices in batches:
     step(training.make_batch(len(indices), int(lengths[indices].max())))
-print(json.dumps([process_memory().peak_resident_bytes / budget, len(batches)]))
+print(json.dumps([(process_memory().peak_resident_bytes - before) / room, len(batches)]))
 """
 
 
@@ -221,4 +222,4 @@ def test_a_real_process_keeps_its_budget() -> None:
     assert not done.returncode, done.stderr
     share, batches = json.loads(done.stdout)
     assert batches > 2
-    assert 0.85 < share <= 1
+    assert 0.7 < share <= 1
