@@ -18,7 +18,9 @@ NODES = Nodes()
 N, LENGTH = NODES.make("symbol", 0), NODES.make("symbol", 1)
 BYTES = NODES.make("Mul", NODES.number(1000), N, LENGTH)
 FLOPS = NODES.make("Mul", N, LENGTH, LENGTH)
-COST = measured(pieces=(piece(NODES, BYTES, flops=FLOPS),), seconds=(0.0, 0.0, 1e-6))
+COST = measured(
+    pieces=(piece(NODES, BYTES, flops=FLOPS),), largest=(1000,), seconds=(0.0, 0.0, 1e-6)
+)
 
 
 def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSampler]:
