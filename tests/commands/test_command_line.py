@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command
+from tests.support.commands import ROOT, run_command
 from torchbudget import __version__, load_cost
 from torchbudget.commands.command_line import main
 from torchbudget.machine.host import host_memory, usable_processors
@@ -91,19 +92,23 @@ LINES = [
 ]
 
 
-@pytest.mark.slow
-def test_the_documented_commands_run() -> None:
+def test_the_documented_commands_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a folder with the page's files: exit code 0, results on stdout, nothing on stderr."""
     pytest.importorskip("matplotlib")
     sizes, module = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     Path("train.py").write_text(module, "utf-8")
+    monkeypatch.syspath_prepend(folder)
     exec(sizes, {})  # noqa: S102  (the page's own)
     for line in LINES:
-        command = line.replace("python -m torchbudget", shlex.join(COMMAND))
-        shell = ["bash", "-o", "pipefail", "-c", command]
-        done = subprocess.run(shell, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        result, rest = done.stdout, done.stderr
+        before, _, command = line.rpartition(" | ")
+        if before:
+            printed = subprocess.check_output(shlex.split(before), text=True)
+            monkeypatch.setattr("sys.stdin", io.StringIO(printed))
+        _, _, arguments = command.partition("python -m torchbudget ")
+        assert main(shlex.split(arguments)) == 0
+        result, rest = capsys.readouterr()
         if " watch " in line:  # stdout is the command's
             result, rest = rest, result
         assert (bool(result), rest) == (True, ""), line
@@ -112,10 +117,11 @@ def test_the_documented_commands_run() -> None:
 # ---------------------------------------------------------------------- inspect
 
 
-def test_the_json_has_every_pool_and_the_budget(folder: Path) -> None:
-    done = run_command("inspect", "--device", "cpu", "--json", folder=folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+def test_the_json_has_every_pool_and_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--device", "cpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found = json.loads(out)
     pools = {pool["name"]: pool for pool in found["pools"]}
     for pool in host_memory():
         assert pools[pool.name]["limit_bytes"] == pool.limit_bytes
@@ -124,7 +130,8 @@ def test_the_json_has_every_pool_and_the_budget(folder: Path) -> None:
     # What is usable differs a little between two readings.
     assert found["budget"]["host"] == pytest.approx(0.9 * least["usable_bytes"], rel=0.05)
     assert found["processors"] == usable_processors()
-    table = run_command("inspect", "--device", "cpu", folder=folder).stdout
+    assert main(["inspect", "--device", "cpu"]) == 0
+    table = capsys.readouterr().out
     assert re.search("budget: host .* for steps and loading together", table)  # one memory, once
     assert 0 < found["free_descriptors"] <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -135,27 +142,21 @@ def test_the_json_has_every_pool_and_the_budget(folder: Path) -> None:
 @pytest.mark.slow
 def test_measured_saved_and_planned(folder: Path) -> None:
     """Stdout is the cost's report alone, whatever the module prints; `plan` takes the file."""
-    np.save("sizes.npy", np.arange(1, 60))
-    for function, size, axes in (("to_measure", "64", 1), ("two_axes", "16x16", 2)):
-        arguments = ("measure", f"{MODULE}:{function}", "--max-size", size, "-o", f"{axes}.json")
-        done = run_command(*arguments, folder=folder)
-        assert (done.returncode, done.stderr) == (0, "the module is imported\n")
-        cost = load_cost(f"{axes}.json")
-        assert (done.stdout, cost.axes) == (f"{cost.report()}\n", axes)
-    assert main(["plan", "sizes.npy", "--budget", "1MiB", "--cost", "1.json"]) == 0
+    np.save("sizes.npy", np.indices((12, 12)).reshape(2, -1).T + 1)
+    arguments = ("measure", f"{MODULE}:two_axes", "--max-size", "16x16", "-o", "cost.json")
+    done = run_command(*arguments, folder=folder)
+    assert (done.returncode, done.stderr) == (0, "the module is imported\n")
+    cost = load_cost("cost.json")
+    assert (done.stdout, cost.axes) == (f"{cost.report()}\n", 2)
+    assert main(["plan", "sizes.npy", "--budget", "1MiB", "--cost", "cost.json"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (f"{MODULE}:broken", "RuntimeError: of the user's own"),
-        ("not_installed_anywhere:step", "No module named 'not_installed_anywhere'"),
-        (f"{MODULE}:without_samples", "torchbudget: "),
-    ],
-)
-def test_steps_that_cannot_be_measured(function: str, expected: str, folder: Path) -> None:
-    """Exit code 1; errors of the user's own code keep their traceback."""
-    done = run_command("measure", function, "--max-size", "8", folder=folder)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert expected in done.stderr.splitlines()[-1]
-    assert ("Traceback" in done.stderr) is not expected.startswith("torchbudget")
+def test_steps_that_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1; errors of the user's own code are passed on, with their traceback."""
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        main(["measure", f"{MODULE}:broken", "--max-size", "8"])
+    with pytest.raises(ModuleNotFoundError, match="No module named 'not_installed_anywhere'"):
+        main(["measure", "not_installed_anywhere:step", "--max-size", "8"])
+    assert main(["measure", f"{MODULE}:without_samples", "--max-size", "8"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1][:13]) == ("", "torchbudget: ")

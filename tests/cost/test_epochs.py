@@ -13,6 +13,7 @@ from tests.support.memory_groups import memory_group
 pytestmark = pytest.mark.slow
 
 EPOCH = """
+import gc
 import resource
 import sys
 
@@ -25,8 +26,10 @@ from tests.support.training_cases import CASES
 from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
+gc.freeze()  # what is imported takes 0.2 s of each collection
 name, budget, how, limited = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4
 training = CASES[name]()
+before = process_memory().resident_bytes
 rng = np.random.default_rng(0)
 ends = np.atleast_1d(training.max_size)
 number = 1200 if name == "graphs" else 400  # several batches of each
@@ -53,11 +56,12 @@ for batch in batches:
     size = sizes[batch].max(0)
     size = tuple(map(int, size)) if len(ends) > 1 else int(size[0])
     training.step(training.make_batch(len(batch), size))
-print(process_memory().peak_resident_bytes / budget, len(probes), -(-len(sizes) // len(batches)))
+share = (process_memory().peak_resident_bytes - before) / (budget - before)
+print(share, len(probes), -(-len(sizes) // len(batches)))
 """
 
 
-BUDGET = 600 * 2**20
+BUDGET = 450 * 2**20
 
 
 def epoch(name: str, how: str, *limited: str) -> subprocess.CompletedProcess[str]:
@@ -72,27 +76,31 @@ def epoch(name: str, how: str, *limited: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
 @pytest.mark.parametrize(
-    ("name", "method", "least"),
+    ("name", "method"),
     [
-        ("decoder, scores kept", "auto", 0.9),
-        ("images", "auto", 0.9),
-        ("encoder and decoder", "auto", 0.9),
-        ("decoder, scores kept", "run", 0.7),
-        ("encoder and decoder", "run", 0.7),
-        ("images", "run", 0.7),
-        ("graphs", "run", 0.7),
+        ("images", "auto"),
+        ("encoder and decoder", "auto"),
+        ("decoder, scores kept", "run"),
+        ("graphs", "run"),
     ],
 )
-def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) -> None:
-    """The process's own high-water mark over an epoch is below the budget and near it.
-
-    Without a trace less of the budget is filled.
-    """
+def test_an_epoch_stays_within_the_budget(name: str, method: str) -> None:
+    """The process's own high-water mark over an epoch is below the budget and near it."""
     done = epoch(name, method)
     assert not done.returncode, done.stderr
-    share, probes, _ = done.stdout.split()[1:]
+    check(done.stdout, method)
+
+
+def check(printed: str, method: str = "auto") -> str:
+    """The share of what the process did not have before; the mean number of samples in a batch.
+
+    Without a trace less of the budget is filled, after more runs.
+    """
+    least, most_probes = (0.8, 8) if method == "auto" else (0.6, 90)
+    _, share, probes, mean = printed.split()
     assert least <= float(share) <= 1
-    assert int(probes) <= (8 if method == "auto" else 90)
+    assert int(probes) <= most_probes
+    return mean
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
@@ -101,7 +109,7 @@ def test_an_epoch_ends_under_a_limit_of_allocations() -> None:
     name = "decoder, scores kept"
     ours = epoch(name, "auto", "limited")
     assert not ours.returncode, ours.stderr
-    fixed = epoch(name, ours.stdout.split()[-1], "limited")
+    fixed = epoch(name, check(ours.stdout), "limited")
     assert fixed.stdout.split() == ["begun"]
     assert "can't allocate memory" in fixed.stderr
 
@@ -110,7 +118,7 @@ def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
     """The kernel kills who needs more: not ours; fixed batches of the same mean number."""
     with memory_group(BUDGET) as group:
         ours = group.output(EPOCH, "decoder, scores kept", BUDGET, "auto")
-        with group.python(EPOCH, "decoder, scores kept", BUDGET, ours.split()[-1]) as fixed:
+        with group.python(EPOCH, "decoder, scores kept", BUDGET, check(ours)) as fixed:
             printed, errors = fixed.communicate(timeout=120)
     assert printed.split() == ["begun"], errors
     assert fixed.returncode == -signal.SIGKILL

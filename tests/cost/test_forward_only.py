@@ -37,13 +37,15 @@ def room(mib: int = 200) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["trace", "run", "auto"])
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("method", "context"),
+    [("trace", torch.no_grad), ("run", torch.no_grad), ("auto", torch.inference_mode)],
+)
 def test_each_method_measures_it(method: Any, context: Callable[[], Any]) -> None:
     """The report says that it was forward only; nothing is changed."""
     training, step = evaluation("encoder, fused attention", context)
     before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-    cost = measure_cost(step, training.make_batch, max_size=256, method=method, budget=room())
+    cost = measure_cost(step, training.make_batch, max_size=256, method=method, budget=room(80))
     assert sum(NOTE in note for note in cost.notes) == 1
     assert NOTE in cost.report()
     assert cost.margin < 0.1
@@ -179,6 +181,7 @@ def test_a_process_without_an_optimizer_traces() -> None:
 
 
 KEPT = """
+import gc
 import json
 
 import numpy as np
@@ -189,6 +192,7 @@ from tests.support.training_cases import CASES
 from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
+gc.freeze()  # what is imported takes 0.2 s of each collection
 training = CASES["decoder, scores kept"]()
 model = training.model.eval()
 
@@ -198,14 +202,15 @@ def step(batch):
     model(batch["x"])
 
 
-budget = process_memory().resident_bytes + 200 * 2**20
+before, room = process_memory().resident_bytes, 120 * 2**20
+budget = before + room
 cost = tb.measure_cost(step, training.make_batch, max_size=512, budget=budget)
-lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, 600), 1, 512).astype(int)
+lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, 300), 1, 512).astype(int)
 batches = list(tb.MemoryBudgetBatchSampler(lengths, cost, budget))
 assert reset_peak_memory()
 for indices in batches:
     step(training.make_batch(len(indices), int(lengths[indices].max())))
-print(json.dumps([process_memory().peak_resident_bytes / budget, len(batches)]))
+print(json.dumps([(process_memory().peak_resident_bytes - before) / room, len(batches)]))
 """
 
 
@@ -217,4 +222,4 @@ def test_a_real_process_keeps_its_budget() -> None:
     assert not done.returncode, done.stderr
     share, batches = json.loads(done.stdout)
     assert batches > 2
-    assert 0.85 < share <= 1
+    assert 0.7 < share <= 1

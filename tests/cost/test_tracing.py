@@ -149,11 +149,15 @@ def made(case: Case, shape: tuple[int, ...]) -> Any:
     return case.make_batch(n, tuple(size) if len(size) > 1 else size[0])
 
 
+FEW = "LSTM", "contrastive", "decoder, checkpoints, autocast", "translator", "U-Net"
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("LSTM", "contrastive") else pytest.param(name, marks=pytest.mark.slow)
-        for name in CLASSES
+        *FEW[:2],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[2:]),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in CLASSES if name not in FEW),
     ],
 )
 def test_what_is_cached_of_a_trace_changes_nothing(

@@ -23,7 +23,6 @@ CELLS = [
     Cell(data="mapped", start="fork", folder="", mib=300, workers=8),
     Cell(data="stream", start="fork", folder="", mib=500, workers=4, samples=6000, batch_mib=2),
     Cell(data="files", start="spawn", folder="", mib=600, workers=2, samples=1000, epochs=1),
-    Cell(data="mapped", start="spawn", folder="", mib=900, workers=2, epochs=1),
 ]
 
 

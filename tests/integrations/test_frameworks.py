@@ -59,6 +59,6 @@ def test_every_sample_comes_once(framework: str, ranks: int, tmp_path: Path) -> 
     script = Path(__file__).parent / "scripts" / f"{framework}_cells.py"
     found = run_ranks(script.read_text(), tmp_path, ranks, within_s=540)
     for setting, of_numbers in EXPECTED[framework].items():
-        for at, (source, _) in enumerate(CELLS):
+        for at, (source, _) in enumerate(CELLS[ranks]):
             outcome = of_numbers[ranks - 1][source == "stream"]
             outcome.check([one[setting][at] for one in found])

@@ -1,4 +1,4 @@
-"""The loops of docs/frameworks.md, which are scripts in `examples/`, under torchrun."""
+"""The loops of docs/frameworks.md, which are scripts in `examples/`, on two ranks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, printed_by
+from tests.support.commands import ROOT
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.peer, pytest.mark.slow]
-
-
-def last_line(framework: str, *arguments: object, ranks: int = 2) -> str:
-    """What the first rank prints in the end."""
-    script = ROOT / "examples" / f"with_{framework}.py"
-    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    run += ["-m", "tests.support.script_rank", str(script), *map(str, arguments)]
-    printed = printed_by(run, OMP_NUM_THREADS="1")
-    (line,) = [line for line in printed.splitlines() if "the last one's loss" in line]
-    return line.partition("; ")[2]
-
 
 FRAMEWORKS = ["accelerate", "lightning", "transformers", "torch.distributed.checkpoint"]
 
@@ -30,7 +21,15 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(framework: str, tmp_pat
     """To the last digit: it takes the same steps of the same samples."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    script = framework.removeprefix("torch.").replace(".", "_")
-    whole = last_line(script, tmp_path / "whole")
-    stopped = last_line(script, tmp_path / "stopped", "--stop", 5)
-    assert last_line(script, tmp_path / "stopped") == whole != stopped
+    name = framework.removeprefix("torch.").replace(".", "_")
+    path = ROOT / "examples" / f"with_{name}.py"
+
+    def last_line(folder: str, *arguments: object) -> str:
+        printed, _ = run_ranks(
+            script("fitting.example"), tmp_path, 2, path, tmp_path / folder, *arguments
+        )
+        (line,) = [one for one in printed.splitlines() if "the last one's loss" in one]
+        return str(line).partition("; ")[2]
+
+    whole, stopped = last_line("whole"), last_line("stopped", "--stop", 5)
+    assert last_line("stopped") == whole != stopped

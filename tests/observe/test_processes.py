@@ -104,10 +104,12 @@ def load(stat: str, method: str) -> None:
     with MemoryMonitor(interval_s=0.4) as monitor:
         batches = iter(DataLoader(Holding(), 8, num_workers=2, multiprocessing_context=method))
         next(batches), next(batches)  # one of each worker
-        held = 0
-        for _ in range(20):  # until well after the workers have filled their queues
-            time.sleep(0.4)
-            held = max(held, charged(stat))
+        held = still = 0
+        while still < 10:  # until well after the workers have filled their queues
+            time.sleep(0.1)
+            now = charged(stat)
+            held, still = max(held, now), 0 if now > held else still + 1
+        monitor.snapshot("full")
         del batches
     peak = monitor.report().peak
     json.dump([peak.unreclaimable_bytes, held, peak.processes], sys.stdout)

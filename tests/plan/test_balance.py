@@ -18,7 +18,9 @@ NODES = Nodes()
 N, LENGTH = NODES.make("symbol", 0), NODES.make("symbol", 1)
 BYTES = NODES.make("Mul", NODES.number(1000), N, LENGTH)
 FLOPS = NODES.make("Mul", N, LENGTH, LENGTH)
-COST = measured(pieces=(piece(NODES, BYTES, flops=FLOPS),), seconds=(0.0, 0.0, 1e-6))
+COST = measured(
+    pieces=(piece(NODES, BYTES, flops=FLOPS),), largest=(1000,), seconds=(0.0, 0.0, 1e-6)
+)
 
 
 def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSampler]:
@@ -28,18 +30,18 @@ def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSa
     ]
 
 
-@given(st.integers(0, 2**32), st.integers(2, 8), st.sampled_from([1024, None]))
+@given(st.integers(0, 2**32), st.integers(2, 8), st.sampled_from([400, None]))
 def test_every_sample_once_in_equal_numbers(seed: int, ranks: int, step: int | None) -> None:
     """Balanced by time, the laws hold: equal counts, every index once, none over the budget."""
     rng = np.random.default_rng(seed)
-    sizes = np.clip(rng.lognormal(4, 1, 3000), 1, 1000).astype(int)
+    sizes = np.clip(rng.lognormal(4, 1, 1000), 1, 1000).astype(int)
     options = {"seed": seed, "balance": COST.time, "samples_per_step": step}
     ours = samplers(sizes, ranks, **options)
     lengths = {len(sampler) for sampler in ours}
     drawn = [list(sampler) for sampler in ours]
     assert {len(batches) for batches in drawn} == lengths
     indices = np.concatenate([batch for batches in drawn for batch in batches])
-    assert np.array_equal(np.sort(indices), np.arange(3000))
+    assert np.array_equal(np.sort(indices), np.arange(1000))
     for batch in [batch for batches in drawn for batch in batches]:
         assert COST.batch_bytes(len(batch), sizes[batch].max()) <= 2_000_000
 

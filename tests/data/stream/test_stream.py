@@ -178,7 +178,7 @@ def test_other_numbers_of_workers_and_ranks_go_on(
         assert numbers(begun + rest) == list(range(n))
 
 
-@given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
+@given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 15))
 def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
     """On every rank, over its workers; unless one has no samples, or they cannot be dealt."""
     _, options, source = made

@@ -41,10 +41,10 @@ def tensor_of(sample: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
     """The rest equals the rest, in its order, and again from a state within the rest."""
-    loop = partial(tracked_loop, workers=workers)
-    whole = check_every_stop(partial(make, kind), loop=loop, every=8)
+    loop, every = partial(tracked_loop, workers=workers), 17 if workers else 8
+    whole = check_every_stop(partial(make, kind), loop=loop, every=every)
     assert whole == list(loader_of(make(kind), workers))
-    for done in range(1, len(whole) - 3, 16):
+    for done in range(1, len(whole) - 3, 2 * every):
         assert in_parts(partial(make, kind), [done, 3], loop=loop) == whole
 
 

@@ -13,7 +13,16 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.integrations.cells import EPOCHS, LENGTHS, ids, loader_of, story, write_cells
+from tests.integrations.cells import (
+    EPOCHS,
+    LENGTHS,
+    ONCE,
+    STOPS,
+    ids,
+    loader_of,
+    story,
+    write_cells,
+)
 from torchbudget.errors import OptionError, ShardedTwiceError
 from torchbudget.integrations.accelerate import prepare
 
@@ -29,7 +38,9 @@ def accelerator_of(**options: Any) -> Any:
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
 
 
-def run(source: str, workers: int, kind: Any = DataLoader, **options: Any) -> Any:
+def run(
+    source: str, workers: int, kind: Any = DataLoader, stops: Any = ONCE, **options: Any
+) -> Any:
     """Save in the loop and after it is broken off, and, without workers, between epochs."""
 
     def part(state: Any, stop: int | None) -> Any:
@@ -52,7 +63,7 @@ def run(source: str, workers: int, kind: Any = DataLoader, **options: Any) -> An
         accelerator.wait_for_everyone()
         return epochs, path
 
-    return story(part)
+    return story(part, stops)
 
 
 def by_itself(source: str, workers: int, **options: Any) -> Any:
@@ -88,7 +99,7 @@ def check_refusals() -> None:
 
 check_a_loop_that_is_broken_off()
 settings = {
-    "default": run,
+    "default": lambda *cell: run(*cell, stops=STOPS),
     "others": lambda *cell: run(*cell, **OTHERS),
     "stateful": lambda *cell: run(*cell, StatefulDataLoader, **STATEFUL),
     "by itself": by_itself,

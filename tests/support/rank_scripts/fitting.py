@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import runpy
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -164,3 +167,13 @@ def creep() -> list[Any]:
     with MemoryMonitor(replan=run.sampler, replan_batches=5) as monitor:
         run.fit(monitor, epochs=2)
     return [refused, run.sampler.plan.rules.cost.margin, run.numbers]
+
+
+KEPT: list[Any] = []
+
+
+def example(*argv: str) -> str:
+    """What a script of `examples/` prints; its model and its group are kept until the rank ends."""
+    with patch.object(sys, "argv", [*argv]), contextlib.redirect_stdout(io.StringIO()) as printed:
+        KEPT.append(runpy.run_path(argv[0], run_name="__main__"))
+    return printed.getvalue()
