@@ -49,14 +49,14 @@ class PlanReport:
         smallest: smallest number of samples in a micro-batch.
         largest: largest number of samples in a micro-batch.
         over_budget: number of micro-batches whose predicted bytes exceed the budget.
-        steps: optimizer steps of each rank.
+        steps: number of optimizer steps of each rank.
         ranks: number of ranks.
-        skipped: samples that are over the budget alone and are never drawn.
-        windows: windows of the epoch, each of which is cut by itself; 0 of a stream.
+        skipped: number of samples that alone exceed the budget and are never drawn.
+        windows: number of windows of the epoch; 0 for a stream.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the ranks' mean bytes; 1 is
             even. With `balance=`, the same in the unit of that model.
-        dropped: positions of the epoch that `drop_last` drops.
-        masked_rows: rows of `max_shapes` that no sample fills; `None` without it.
+        dropped: number of samples that `drop_last` drops.
+        masked_rows: number of rows without a sample, with `max_shapes`; `None` without it.
     """
 
     batches: int
