@@ -45,7 +45,7 @@ EXPECTED = {
         "StatefulDataLoader": [(RIGHT, UNEQUAL)] * 2,
         "by itself": [(UNLIKE, EPOCHS_ONLY)] * 2,
         "resumed": [(TRAINER_RESUMED, TRAINER_RESUMED)] * 2,
-        "by itself, prepared": [(UNLIKE, EPOCHS_ONLY), (SHARDED, DISPATCHES)],
+        "by itself, prepared": [(UNLIKE, EPOCHS_ONLY), (UNLIKE, DISPATCHES)],
     },
 }
 

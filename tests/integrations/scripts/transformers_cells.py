@@ -226,7 +226,7 @@ def by_itself(source: str, workers: int, **options: Any) -> Any:
 
 def resumed_without_the_mixin(source: str, workers: int) -> Any:
     """The Trainer would count back to other batches."""
-    train(loader("sampler"), plain=True, stop=5, num_train_epochs=1)
+    train(loader("sampler", shuffle=False), plain=True, stop=5, num_train_epochs=1)
     last = f"{folder}/checkpoint-5"
     return refused(loader(source, workers), plain=True, resume=last, max_steps=60)
 
