@@ -113,7 +113,11 @@ class Chain:
         self.told["starts"] += 1
         ranks, budget = self.now
         those = samplers(self.sizes, self.cost, budget, ranks, **self.options)
-        reasons = reasons_of(self.sizes, self.cost, budget, ranks, self.options)
+        options = self.options
+        if len(self.kept) < len(self.sizes):  # groups of the samples that are drawn
+            kept, labels = sorted(self.kept), {"groups", "units"} & {*options}
+            options = options | {name: options[name][kept] for name in labels}
+        reasons = reasons_of(self.sizes, self.cost, budget, ranks, options)
         # Ranks that take over may find too few samples for them.
         reasons |= {"too few for": ranks > 1 and self.saved is not None}
         try:
