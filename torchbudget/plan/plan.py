@@ -342,11 +342,7 @@ class Plan:
         if self._last_is_even and not 0 < stretch.end - stretch.tail < self.ranks.number:
             return
         unsure = stretch._replace(start=stretch.tail) if self._all_are_even else stretch
-        try:
-            self._count(cursor, unsure)
-        except UnevenRanksError as error:
-            group = "" if self.order.groups is None else f"group {name!r}: "
-            raise UnevenRanksError(f"{group}{error}") from None
+        self._count(cursor, unsure, name)
 
     def _stretch(self, cursor: Cursor, start: int, end: int) -> Stretch:
         """Windows from a position to the end of a pass, or of a group; see `Stretch`."""
@@ -443,7 +439,8 @@ class Plan:
         cursor = cursor.dealt_by(self)
         begun, start = self._begun(cursor)
         rounds = 0 if begun is None else int(begun.block.rounds.sum()) - cursor.rounds
-        return rounds + sum(self._count(cursor, one) for one in self._stretches(cursor, start))
+        named = zip(self._stretches(cursor, start), self.order.names, strict=True)
+        return rounds + sum(self._count(cursor, one, name) for one, name in named)
 
     def _batches_left(self, cursor: Cursor) -> int | None:
         number = self.batches_per_epoch
@@ -463,19 +460,22 @@ class Plan:
         whole = sum((one.tail - one.start) // self.window for one in stretches)
         return (begun is not None) + whole + sum(one.end > one.tail for one in stretches)
 
-    def _count(self, cursor: Cursor, stretch: Stretch) -> int:
+    def _count(self, cursor: Cursor, stretch: Stretch, name: Any) -> int:
         """Micro-batches on each rank that windows need.
 
         Raises:
-            UnevenRanksError: a window cannot be dealt evenly.
+            UnevenRanksError: a window cannot be dealt evenly; its group is named.
         """
         start, tail, end, stays = stretch
-        needed = self._needed(cursor, tail, end - tail, left=stays)
         block = self._most_windows * self.window
-        for at in range(start, tail, block):
-            needed += self._needed(
-                cursor, at, self.window, (min(tail, at + block) - at) // self.window
-            )
+        try:
+            needed = self._needed(cursor, tail, end - tail, left=stays)
+            for at in range(start, tail, block):
+                windows = (min(tail, at + block) - at) // self.window
+                needed += self._needed(cursor, at, self.window, windows)
+        except UnevenRanksError as error:
+            group = "" if self.order.groups is None else f"group {name!r}: "
+            raise UnevenRanksError(f"{group}{error}") from None
         return needed
 
     def _needed(
