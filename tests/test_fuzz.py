@@ -15,7 +15,7 @@ from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.random_state import RandomState
 
 # Of each kind, as many as take a second or two.
-PART = {"samplers": 20, "streams": 12, "steps": 20, "fits": 3}
+PART = {"samplers": 10, "streams": 6, "steps": 10, "fits": 3}
 
 
 @pytest.mark.parametrize("kind", KINDS)
