@@ -45,7 +45,8 @@ _DRIFT_BYTES: Final = 16 * 2**20
 _BLIND_MARGIN: Final = 3e-2
 # A process gains and loses as much by itself.
 _SEEN_BYTES: Final = 2**24
-# Memory that grows no faster than this times the number of samples is linear in it.
+# A slope that grows by no more is that of a line: it grew by 0.99 to 1.03 in runs of routed experts
+# and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
 _LINEAR: Final = 1.15
 _MOST_CLIMBS: Final = 10
 _BLIND_SIZES: Final = {1: 6, 2: 4}
