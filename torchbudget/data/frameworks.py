@@ -7,9 +7,8 @@ framework that was not imported costs nothing.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils import fetch
@@ -51,8 +50,7 @@ _LOOPS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class Caller(NamedTuple):
     """The code that iterates a sampler or stream, asks for its length, or chooses its epoch.
 
     Attributes:
@@ -99,13 +97,7 @@ class Caller:
             if module in loops and frame.f_code.co_name == _LOOPS[module][0] and not by_adapter:
                 reader, loops = _reader_in(frame, module), []
             frame = frame.f_back
-        return cls(
-            batches_again=batches_again,
-            loader=loader,
-            reads_ahead=reads_ahead,
-            wrappers=tuple(wrappers),
-            reader=reader,
-        )
+        return cls(batches_again, loader, reads_ahead, tuple(wrappers), reader)
 
     def check_loader(self, num_replicas: int) -> None:
         """Raise if a loader would lose or repeat batches.

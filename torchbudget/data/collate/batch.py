@@ -476,7 +476,7 @@ class PackedBatch(Batch):
     @property
     def max_seqlen(self) -> int:
         """The length of the longest sample, and so of the longest segment."""
-        return int(np.diff(self._bounds()).max(initial=0))
+        return int(np.diff(self._measured(JoinedLayout).bounds).max(initial=0))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -492,7 +492,7 @@ class PackedBatch(Batch):
             # No function of NumPy's: in a trace the lengths are a symbolic tensor.
             ends = on_device(layout.shapes[:, 0].cumsum(0), self._device)
             return torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-        return on_device(self._bounds().astype(np.int32), self._device)
+        return on_device(layout.bounds.astype(np.int32), self._device)
 
     @property
     def padded_total(self) -> int:
@@ -505,12 +505,9 @@ class PackedBatch(Batch):
 
         It is on the batch's device, and computed at each access, without waiting for the device.
         """
-        bounds = self._bounds()
+        bounds = self._measured(JoinedLayout).bounds
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
         return on_device(positions, self._device)
-
-    def _bounds(self) -> IntArray:  # the elements of cu_seqlens, on the host
-        return self._measured(JoinedLayout).bounds
 
 
 class PaddedMapping(PaddedBatch, MappingView):

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from inspect import signature
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
@@ -685,12 +686,7 @@ def _rules_of(
         rules = BatchRules.of(cost, budget, **options)
         check_oversize(oversize, rules)
         return rules
-    none = {"max_shapes": None} | {
-        "limits": (),
-        "max_batch_size": None,
-        "batch_size_multiple": 1,
-        "size_multiple": 1,
-    }
+    none = {name: signature(BudgetedIterableDataset).parameters[name].default for name in options}
     if options != none or oversize != "raise" or getattr(budget, "device", None) is not None:
         raise OptionError(
             "a predicate alone decides what a batch contains: give None as the budget, or "

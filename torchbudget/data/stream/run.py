@@ -105,7 +105,6 @@ class StreamRun(Run[StreamState]):
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
         self._stream, self._loader = stream, loader
         self._check = None if stream._rules is None else SizeCheck(stream._rules, None)
-        self._has_ended = False
         self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -148,7 +147,7 @@ class StreamRun(Run[StreamState]):
         return place.following(self._stream._batches_per_epoch), batch
 
     def _end(self) -> StreamState:
-        self._has_ended, place = True, self.last
+        place = self.last
         if place.epoch == self._start.epoch:
             place = place.following(self._stream._batches_per_epoch, ended=True)
         self._sending.ended = place
@@ -159,9 +158,10 @@ class StreamRun(Run[StreamState]):
 
     def close(self) -> None:
         """End the run where it stands; workers that persist end if it was broken off."""
-        live, broken_off = self._batches, not self._has_ended
+        live = self._batches
         if live is None:
             return
+        broken_off = self._sending.ended is not self.last
         is_last = getattr(live, "_sampler_iter", None) is self._restarts
         if broken_off and is_last and self._loader._iterator is live:
             self._loader._iterator = None
