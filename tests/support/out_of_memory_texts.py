@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text("ut
 
 def listed(column: int) -> list[tuple[type, str]]:
     """The texts of a column of the table in the docs."""
-    rows = PAGE.split("| who says it |")[1].partition("\n\n")[0].splitlines()[2:]
+    rows = PAGE.split("| raised by |")[1].partition("\n\n")[0].splitlines()[2:]
     texts = [text for row in rows for text in re.findall("`([^`]+)`", row.split("|")[column])]
     return [(RuntimeError, f"Error: {text}") for text in texts if "MemoryError" not in text]
 
