@@ -61,7 +61,7 @@ print(share, len(probes), -(-len(sizes) // len(batches)))
 """
 
 
-BUDGET = 450 * 2**20
+BUDGET = 600 * 2**20
 
 
 def epoch(name: str, how: str, *limited: str) -> subprocess.CompletedProcess[str]:

@@ -76,6 +76,8 @@ def outputs_of(
     sampler = index_source_of(loader, "predict without a budget", "…, shuffle=False")
     ranks = _ranks_of(sampler, group)
     dataset: Any = loader.dataset
+    with ranks.together():  # or one of them would begin its loop alone
+        sampler.check_dataset(dataset)
     saved = None if folder is None else folder(ranks)
     place, _ = ({}, ()) if saved is None else next(saved.pieces(), ({}, ()))
     results = _Results(len(dataset))
