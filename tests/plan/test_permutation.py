@@ -53,10 +53,11 @@ def test_a_permutation_too_large_to_write_down(n: int, seed: int, data: st.DataO
     """Distinct positions go to distinct elements within the range, past 32 bits too."""
     permutation = Permutation(n, seed)
     start = data.draw(st.integers(0, n - 2000))
-    elements = permutation(np.arange(start, start + 2000))
+    elements = permutation.stretch(start, start + 2000)
     assert len(np.unique(elements)) == 2000
     assert elements.min() >= 0
     assert elements.max() < n
+    assert np.array_equal(permutation(np.arange(start, start + 2000)), elements)
 
 
 # ---------------------------------------------------------------------- anywhere
@@ -65,11 +66,14 @@ def test_a_permutation_too_large_to_write_down(n: int, seed: int, data: st.DataO
 @settings(max_examples=40)
 @given(st.integers(1, 200_000), seeds, st.data())
 def test_evaluated_anywhere_is_evaluated_whole(n: int, seed: int, data: st.DataObject) -> None:
-    """Any positions in any order give what the whole gives there."""
+    """Any positions in any order, and any stretch, give what the whole gives there."""
     permutation = Permutation(n, seed, 5)
     all_of_it = permutation(np.arange(n))
     drawn = np.random.default_rng(data.draw(st.integers(0, 2**32))).integers(0, n, 500)
     assert np.array_equal(permutation(drawn), all_of_it[drawn])
+    start = data.draw(st.integers(0, n))
+    stop = data.draw(st.integers(start, n))
+    assert np.array_equal(permutation.stretch(start, stop), all_of_it[start:stop])
 
 
 # ---------------------------------------------------------------------- the stream
@@ -145,7 +149,7 @@ def test_every_element_is_in_a_window_equally_often(n: int) -> None:
     for start in (0, n // 2 + 1):
         counts = np.zeros(n)
         for seed in range(times):
-            elements = Permutation(n, seed, start)(np.arange(start, start + window))
+            elements = Permutation(n, seed, start).stretch(start, start + window)
             counts[elements] += 1
         share = window / n
         variance = times * share * (1 - share) * n / (n - 1)

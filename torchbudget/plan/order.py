@@ -188,11 +188,12 @@ class Order:
             last = np.searchsorted(self._cumulative, total, side="left")
             places = np.minimum(drawn, last).astype(np.int64)
         elif self.shuffle and groups is None:
-            places = _permutation(len(self), self.seed, *key)(places)
+            places = _permutation(len(self), self.seed, *key).stretch(start, stop)
         elif self.shuffle and groups is not None:
             group = groups.at(start)
             before, end = groups.firsts[group : group + 2].tolist()
-            places = _permutation(end - before, self.seed, *key, group)(places - before) + before
+            permutation = _permutation(end - before, self.seed, *key, group)
+            places = permutation.stretch(start - before, stop - before) + before
         if groups is not None:
             return groups.members[places].astype(np.int64)
         return places if self.units is not None else self.to_index(places)

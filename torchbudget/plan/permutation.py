@@ -42,6 +42,8 @@ _ROUNDS: Final = 5
 # a fair shuffle.
 _SMALL: Final = 2**16
 _SMALL_ROUNDS: Final = 24
+# Positions that go through the network together: their halves stay in the second-level cache.
+_CHUNK: Final = 2**15
 
 
 def random_words(seed: int, *key: int, start: int = 0, count: int) -> WordArray:
@@ -123,15 +125,44 @@ class Permutation:
         # NumPy divides by one number fast, but is slow at a remainder or at both at once.
         x = positions // self._b
         y = positions - x * self._b
-        added = np.empty_like(x)
-        for round_, table in enumerate(self._tables):
-            half, other = (y, x) if round_ % 2 else (x, y)
-            table.take(other, out=added, mode="clip")  # in range already: no second check
-            half += added
-        self._columns.take(y, out=added, mode="clip")
-        elements = self._rows[x] + added
-        # Elements past n walk on along their cycle until they fall below it.
+        x += self._tables[0][y]
+        return self._walk(self._network(x, y))
+
+    def stretch(self, start: int, stop: int) -> IntArray:
+        """The elements at positions `start … stop`: what a call gives, in two thirds of the time.
+
+        Neighbours stand in rows of the grid, where the first round is a sum without a division.
+        """
+        parts = [np.empty(0, np.int64)]
+        rows_of_chunk = max(_CHUNK // self._b, 1)
+        while start < stop:
+            row, first = divmod(start, self._b)
+            end = min((row + rows_of_chunk) * self._b, stop)
+            rows = -(-end // self._b) - row
+            # Several rows are whole, and cut afterwards: half a row is not worth a network.
+            columns = slice(first, end - row * self._b) if rows == 1 else slice(0, self._b)
+            here = slice(first - columns.start, first - columns.start + end - start)
+            x = np.arange(row, row + rows)[:, None] + self._tables[0][columns]
+            y = np.tile(self._columns[columns], rows)
+            parts.append(self._network(x.reshape(-1)[here], y[here]))
+            start = end
+        return self._walk(np.concatenate(parts))
+
+    def _walk(self, elements: IntArray) -> IntArray:
+        """Elements that lie past n, sent on along their cycle until they do not, in place."""
         outside = np.flatnonzero(elements >= self._n)
         if outside.size:
             elements[outside] = self(elements[outside])
         return elements
+
+    def _network(self, x: IntArray, y: IntArray) -> IntArray:
+        """The rounds after the first one. Both halves are overwritten."""
+        added = np.empty_like(x)
+        for round_, table in enumerate(self._tables[1:], start=1):
+            half, other = (y, x) if round_ % 2 else (x, y)
+            table.take(other, out=added, mode="clip")  # in range already: no second check
+            half += added
+        self._columns.take(y, out=added, mode="clip")
+        self._rows.take(x, out=y, mode="clip")
+        y += added
+        return y

@@ -40,7 +40,7 @@ from torchbudget.plan.solver import (
 
 # Samples that one call plans: enough to drown the call's own time. Blocks of windows grow up to
 # that, so that the first micro-batch waits for one window only.
-_BLOCK_SAMPLES: Final = 2**16
+_BLOCK_SAMPLES: Final = 2**18
 _WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
 # Samples whose capacities tell how many micro-batches a window will have.
 _SURVEY: Final = 4096

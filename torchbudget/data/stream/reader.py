@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 from zlib import crc32
 
-import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils._pytree import tree_leaves
@@ -43,7 +42,7 @@ class Shuffled:
 
     def __getitem__(self, part: slice) -> Iterator[int]:
         for begin in range(part.start, self._length, _CHUNK):
-            yield from self._order(np.arange(begin, min(begin + _CHUNK, self._length))).tolist()
+            yield from self._order.stretch(begin, min(begin + _CHUNK, self._length)).tolist()
 
     def __iter__(self) -> Iterator[int]:
         return self[0:]
