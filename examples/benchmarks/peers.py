@@ -247,7 +247,7 @@ def verdict(rows: list[dict[str, Any]], workload: Any) -> str:
     ours = max(speed for name, speed in best.items() if name.startswith(OURS))
     ways = {way.name: way for way in getattr(workload, "WAYS", ())}
     won = [
-        f"{name} is {best[name] / ours:.2f} times as fast as {OURS}: {way.why}."
+        f"{name}: {best[name] / ours:.2f} times as fast as {OURS}; {way.why}."
         for name, way in ways.items()
         if best.get(name, 0) > 1.02 * ours
     ]
