@@ -54,7 +54,9 @@ class Way:
     resumed: str = "not offered"
     blank: str = ""
     in_tokens: bool = False
-    why: str = "batches of other sizes suit this processor better"
+    why: str = (
+        "its batches are less padded, and one core gains nothing from batches that fill the memory"
+    )
 
     @property
     def is_installed(self) -> bool:

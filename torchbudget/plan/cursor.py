@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-# Samples that are dealt anew together, and parts of a window at the most: a state has a bit for
-# each sample of the window, and a second one for those of the part that was begun.
+# A window is dealt anew in parts of so many samples: a state then has a bit for each sample of the
+# window, and a second one only for those of the part that was begun, 1.3 KB of text. Windows of
+# thousands of ranks have no more than 16 parts, or a part would not fill a batch of each rank.
 PART: Final = 8192
 _MOST_PARTS: Final = 16
 
@@ -35,9 +36,9 @@ class Cursor:
     """A place between two micro-batches of an epoch.
 
     Positions of the pass before `start` are done, those from `stop` on are untouched. The positions
-    between are one window that was dealt: as a whole, or the part of it that was `left` when other
-    ranks, another budget or another cost took over: in `parts`, one after the other. `rounds` of
-    its rounds are done.
+    between are one window. It was dealt as a whole; or, when other ranks, another budget or another
+    cost took over, the samples that were `left` of it were dealt anew, in `parts`, one after the
+    other. `rounds` of its rounds are done.
 
     Attributes:
         epoch: number of the epoch.
