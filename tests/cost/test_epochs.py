@@ -23,7 +23,7 @@ import torch
 import torchbudget as tb
 from torchbudget.machine.allocators import trim_malloc
 from tests.support.training_cases import CASES
-from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.high_water import RESIDENT
 from torchbudget.machine.process_tree import process_memory
 
 gc.freeze()  # what is imported takes 0.2 s of each collection
@@ -50,7 +50,7 @@ if limited:  # what is there now, and what the budget leaves
     data = int(status.partition("VmData:")[2].split()[0]) * 1024
     limit = data + budget - memory.resident_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-reset_peak_memory()
+RESIDENT.reset()
 print("begun", flush=True)
 for batch in batches:
     size = sizes[batch].max(0)

@@ -189,7 +189,7 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.high_water import RESIDENT
 from torchbudget.machine.process_tree import process_memory
 
 gc.freeze()  # what is imported takes 0.2 s of each collection
@@ -207,7 +207,7 @@ budget = before + room
 cost = tb.measure_cost(step, training.make_batch, max_size=512, budget=budget)
 lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, 300), 1, 512).astype(int)
 batches = list(tb.MemoryBudgetBatchSampler(lengths, cost, budget))
-assert reset_peak_memory()
+assert RESIDENT.reset()
 for indices in batches:
     step(training.make_batch(len(indices), int(lengths[indices].max())))
 print(json.dumps([(process_memory().peak_resident_bytes - before) / room, len(batches)]))

@@ -8,13 +8,13 @@ import pytest
 
 from torchbudget.errors import MachineError
 from torchbudget.machine import high_water
-from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.high_water import RESIDENT
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.units import MiB
 
 pytestmark = pytest.mark.skipif(
-    not reset_peak_memory(), reason="the kernel does not let the high-water mark be reset"
+    not RESIDENT.reset(), reason="the kernel does not let the high-water mark be reset"
 )
 
 
@@ -38,7 +38,7 @@ def test_memory_that_is_freed_meanwhile_counts() -> None:
 def test_a_mark_that_cannot_be_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own mark would be that of the whole process."""
     monkeypatch.setattr(high_water, "ROOT", Path("/no-such-folder"))
-    assert not reset_peak_memory()
+    assert not RESIDENT.reset()
     with pytest.raises(MachineError, match="clear_refs is not writable"), peak_memory("cpu"):
         pass
 
@@ -52,7 +52,7 @@ def test_a_peak_inside_another_leaves_the_outer_one() -> None:
             with pytest.raises(KeyError), peak_memory("cpu"):
                 raise KeyError
             assert len(high_water.RESIDENT._open) == 2  # the one that was left keeps no mark
-        reset_peak_memory()
+        RESIDENT.reset()
     assert outer.bytes == pytest.approx(before, abs=MiB(4))
     assert inner.bytes == pytest.approx(within, abs=MiB(4))
     assert outer.bytes - inner.bytes == pytest.approx(MiB(48), abs=MiB(8))

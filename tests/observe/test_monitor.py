@@ -10,7 +10,7 @@ import pytest
 
 from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
-from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.high_water import RESIDENT
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.units import MiB
@@ -22,7 +22,7 @@ def take(num_bytes: int) -> None:
     del taken
 
 
-@pytest.mark.skipif(not reset_peak_memory(), reason="the kernel lets no mark be reset")
+@pytest.mark.skipif(not RESIDENT.reset(), reason="the kernel lets no mark be reset")
 def test_peaks_are_the_kernels_and_may_overlap() -> None:
     """Within 1 % of VmHWM, each of its own time, whoever resets the kernel's mark inside."""
     with MemoryMonitor(interval_s=10) as outer:
@@ -30,7 +30,7 @@ def test_peaks_are_the_kernels_and_may_overlap() -> None:
         high_water = process_memory(shares=False).peak_resident_bytes
         with MemoryMonitor() as inner, peak_memory("cpu") as peak:
             take(MiB(100))
-        reset_peak_memory()
+        RESIDENT.reset()
     assert high_water is not None
     outer_bytes, inner_bytes = (one.report().peak.process_peak_bytes for one in (outer, inner))
     assert outer_bytes == pytest.approx(high_water, rel=0.01)

@@ -82,15 +82,6 @@ class Mark:
         self.before = tuple(map(max, self.before, now)) if self.before else now
 
 
-def reset_peak_memory() -> bool:
-    """Reset this process's high-water mark of resident memory to what is resident now.
-
-    Returns:
-        Whether the kernel allowed it, which takes Linux with a `/proc` that may be written to.
-    """
-    return RESIDENT.reset()
-
-
 def _read() -> tuple[int, ...]:
     return (read_fields(ROOT / "proc/self/status").get("VmHWM", 0),)
 
