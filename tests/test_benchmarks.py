@@ -19,7 +19,7 @@ TINY = {
     "few_samples": "--samples 1000 --repetitions 1",
     "padding": "--samples 5000 --peer-samples 300",
     "ranks": "--samples 4096 --few 4096 --most-ranks 2",
-    "rank_speed": "--samples 60 --max-length 200 --mib 48 --step 16 --repetitions 1",
+    "rank_speed": "--samples 60 --max-length 200 --mib 64 --step 16 --repetitions 1",
     "fairness": "--samples 4096 --epochs 1",
     "scatter": "--samples 4096",
     "plan_step": "--samples 512 --seeds 1",
