@@ -26,8 +26,6 @@ from torchbudget.warn import warn
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A margin is counted in parts of this: integer arithmetic, exact in both directions.
-_PARTS: Final = 2**14
 # Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
 MOST_MARGIN: Final = 1000
 # A margin grows by this when an allocation failed: a step that repeats until none fails.
@@ -59,7 +57,7 @@ class _Observations:
 
 
 class _Tables(dict[Any, Any]):
-    """Surfaces and capacities by budget, made when they are first asked for; never pickled."""
+    """Surfaces of bytes and of time, made when they are first asked for; never pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Tables, ()
@@ -112,7 +110,7 @@ class MeasuredCost:
     notes: tuple[str, ...] = ()
     caution: str = ""
     _observed: _Observations = field(default_factory=_Observations, repr=False)
-    _tables: _Tables = field(default_factory=_Tables, repr=False)
+    _tables: _Tables = field(default_factory=_Tables, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin <= MOST_MARGIN:
@@ -127,13 +125,13 @@ class MeasuredCost:
 
     @property
     def _surface(self) -> Surface:
-        key = "surface", self.offset, self.scale
-        if key not in self._tables:
-            self._tables[key] = Surface.of(
-                self._levels(), self.pieces, self.grid, empty=self.empty, offset=self.offset,
-                scale=self.scale,
+        if "bytes" not in self._tables:
+            raised = 1 + self.margin
+            self._tables["bytes"] = Surface.of(
+                self._levels(), self.pieces, self.grid, empty=self.empty,
+                offset=raised * self.offset, scale=raised * self.scale,
             )  # fmt: skip
-        found: Surface = self._tables[key]
+        found: Surface = self._tables["bytes"]
         return found
 
     def _levels(self) -> list[IntArray]:
@@ -167,36 +165,13 @@ class MeasuredCost:
         found: Surface = self._tables["time"]
         return found
 
-    @property
-    def _parts(self) -> int:
-        return math.ceil(self.margin * _PARTS)
-
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `MAX_BYTES` for unknown shapes, and from 2⁶³ bytes on."""
-        known = self._surface.batch_bytes(n, padded_size)
-        too_many = known // _PARTS >= MAX_BYTES // (_PARTS + self._parts)
-        known = np.where(too_many, 0, known)
-        total: IntArray = known + (known // _PARTS + 1) * self._parts
-        return np.where(too_many, MAX_BYTES, total)
+        """See `CostModel.batch_bytes`; `MAX_BYTES` for unknown shapes, and from 2⁶² bytes on."""
+        return self._surface.batch_bytes(n, padded_size)
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
-        return self._surface.capacity(padded_size, budget_bytes, self._capacities)
-
-    def _capacities(self, budget: int) -> IntArray:
-        """The most samples of each size of the table, kept for the budgets asked last."""
-        key = "capacity", self.margin, self.offset, self.scale, budget
-        if key not in self._tables:
-            # The inverse of adding the margin: whole parts first, then the rest of one.
-            left = budget - self._parts
-            whole = left // (_PARTS + self._parts)
-            rest = min(left - whole * (_PARTS + self._parts), _PARTS - 1)
-            asked = [one for one in self._tables if one[0] == "capacity"]
-            for old in asked[:-7]:
-                del self._tables[old]
-            self._tables[key] = self._surface.capacities(whole * _PARTS + rest)
-        found: IntArray = self._tables[key]
-        return found
+        return self._surface.capacity(padded_size, budget_bytes)
 
     def traced_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """Return traced bytes, without offset, scale and margin.
@@ -274,7 +249,7 @@ class MeasuredCost:
                 "a packed batch must cost a constant and a share of each sample, but this step has "
                 "terms in n², or other expressions for many samples than for few"
             )
-        options = packed_options(surface.rows, points, 1 + self._parts / _PARTS, self._parts)
+        options = packed_options(surface.rows, points)
         return _PackedMeasuredCost(**options, largest=self.largest)
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
@@ -370,7 +345,7 @@ class MeasuredCost:
         surface, found = self._surface, []
         for probe in self.probes:
             size = probe.size if self.axes > 1 else probe.size[0]
-            predicted = float(surface.batch_bytes(probe.n, size))
+            predicted = float(surface.batch_bytes(probe.n, size)) / (1 + self.margin)
             if probe.how == "trace":
                 predicted = (predicted - self.offset) / self.scale
             found.append(predicted / probe.peak_bytes - 1)

@@ -362,16 +362,12 @@ class TableCost:
         return covers
 
 
-def packed_options(
-    rows: npt.NDArray[Any], sizes: IntArray, factor: float, beside: float
-) -> dict[str, Any]:
-    """The arguments of a `PackedCost` nowhere below `factor·(c₀ + n·c₁(size)) + beside`.
+def packed_options(rows: npt.NDArray[Any], sizes: IntArray) -> dict[str, Any]:
+    """The arguments of a `PackedCost` nowhere below `c₀ + n·c₁(size)`.
 
     Args:
         rows: c₀ and c₁ of each of several sums at each size, shape `(sums, 2 or more, S)`.
         sizes: shape `(S, d)`.
-        factor: of all bytes.
-        beside: bytes that are added to the constant.
 
     Raises:
         CostError: c₀ differs with the size, or c₁ is no polynomial of degree 2 with coefficients of
@@ -405,11 +401,11 @@ def packed_options(
     largest[0] = math.ceil(largest[0])
     pair = np.zeros((axes, axes))
     for (i, j), value in zip(pairs, largest[1 + axes :], strict=True):
-        pair[i, j] = factor * value
-    unit = factor * largest[1 : 1 + axes]
+        pair[i, j] = value
+    unit = largest[1 : 1 + axes]
     return {
-        "fixed_bytes": factor * float(rows[:, 0].max()) + beside,
-        "sample_bytes": factor * largest[0],
+        "fixed_bytes": float(rows[:, 0].max()),
+        "sample_bytes": largest[0],
         "unit_bytes": unit if axes > 1 else float(unit[0]),
         "pair_bytes": pair if axes > 1 else float(pair[0, 0]),
     }

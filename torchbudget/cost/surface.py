@@ -7,8 +7,8 @@ maximum over all shorter sizes, so neither more samples nor longer ones ever cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +60,7 @@ class Surface:
     rows: IntArray
     most: IntArray
     empty: int
+    _asked: dict[int, IntArray] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
@@ -193,30 +194,26 @@ class Surface:
         unknown = beyond | (number > self.most[column])
         return np.where(number == 0, self.empty, np.where(unknown, MAX_BYTES, largest))
 
-    def capacity(
-        self,
-        padded_size: ArrayLike,
-        budget_bytes: ArrayLike,
-        capacities: Callable[[int], IntArray] | None = None,
-    ) -> IntArray:
-        """See `CostModel.capacity`; exact at the boundary.
-
-        Args:
-            padded_size: see there.
-            budget_bytes: see there.
-            capacities: in place of the table's own.
-        """
-        of = self.capacities if capacities is None else capacities
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
         column, beyond = self.place(padded_size)
         budgets = np.asarray(budget_bytes, np.int64)
         if budgets.ndim == 0:
-            return np.where(beyond, 0, of(int(budgets))[column])
+            return np.where(beyond, 0, self._fitting(int(budgets))[column])
         column, beyond, budgets = np.broadcast_arrays(column, beyond, budgets)
         found = np.zeros(column.shape, np.int64)
         for budget in np.unique(budgets).tolist():
             mine = budgets == budget
-            found[mine] = of(budget)[column[mine]]
+            found[mine] = self._fitting(budget)[column[mine]]
         return np.where(beyond, 0, found)
+
+    def _fitting(self, budget_bytes: int) -> IntArray:
+        """The capacities under a budget, which are kept for the budgets asked last."""
+        if budget_bytes not in self._asked:
+            for old in [*self._asked][:-7]:
+                del self._asked[old]
+            self._asked[budget_bytes] = self.capacities(budget_bytes)
+        return self._asked[budget_bytes]
 
     def capacities(self, budget_bytes: int | IntArray) -> IntArray:
         """The most samples that fit, for each size of the table; one budget, or one for each."""
