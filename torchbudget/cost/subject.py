@@ -30,8 +30,6 @@ _SMALLEST: Final = 1 / 64
 # Limits of the batch of a probe or a concrete trace: its bytes, and its number of samples.
 _BATCH_BYTES: Final = 2**28
 _MOST_SAMPLES: Final = 2**16
-# Fractions of the range of sizes, on a logarithmic scale, at which steps are run.
-_JUDGED: Final = (0.0, 0.35, 0.65, 1.0)
 
 
 class BatchError(CostError):
@@ -139,10 +137,6 @@ class Domain:
             grown = np.maximum(larger, size)
             size = grown[grown.prod(axis=1).argmin()]
         return shape
-
-    def judged(self) -> list[Size]:
-        """Sizes at which steps are run, from short to long."""
-        return list(dict.fromkeys(self.between(share) for share in _JUDGED))
 
     def draw(self, count: int, most_samples: int, seed: int = 0) -> IntArray:
         """Draw shapes, `(S, 1 + d)`, geometrically in n and in sizes; corners are among them."""
