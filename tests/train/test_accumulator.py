@@ -47,10 +47,10 @@ def test_a_state_is_plain_and_between_steps() -> None:
     state = accumulator.state_dict()
     assert json.loads(json.dumps(state)) == state
     for other in ({}, {"version": 9}, 3):
-        with pytest.raises(StateError, match="expected what GradAccumulator"):
+        with pytest.raises(StateError, match="expected the result of GradAccumulator"):
             accumulator.load_state_dict(other)
     two = GradAccumulator([sgd(model), sgd(make_model("CNN"))], model)
-    with pytest.raises(StateError, match="1 optimizers, there are 2"):
+    with pytest.raises(StateError, match="1 optimizers, but 2 are given"):
         two.load_training_state(accumulator.training_state())
     accumulate(accumulator, model, pieces[2:])
     with pytest.raises(StepError, match=r"after 1 of its micro-batches.*accumulator\.stepped"):

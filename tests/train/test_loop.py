@@ -56,7 +56,7 @@ def test_an_evaluation_is_that_of_the_whole() -> None:
     head = nn.Linear(3, 1)
     found = evaluate(head, rows, lambda m, one: m(one).mean(), weight=len, mean=True)
     assert found == pytest.approx(head(torch.cat(rows)).mean().item(), rel=1e-6)
-    with pytest.raises(OptionError, match=r"no batch came that weighs anything.*used up"):
+    with pytest.raises(OptionError, match=r"no batch had a weight above 0.*used up"):
         evaluate(model, [], loss_of)
 
 

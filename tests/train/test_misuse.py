@@ -87,7 +87,7 @@ def test_gradients_that_others_change_are_noticed(how: str, place: str) -> None:
                 CHANGES[how](training)
 
     what = "parameters" if how == "step" else "gradients"
-    with pytest.warns(ForeignStepWarning, match=f"{what} were changed in the middle"):
+    with pytest.warns(ForeignStepWarning, match=f"other code changed {what} in the middle"):
         go_on()
     accumulator.flush()
 
@@ -121,7 +121,7 @@ def test_gradients_of_before_are_noticed(splits: bool) -> None:
     def run(batch: Any) -> None:
         accumulate(accumulator, model, [Data(*batch)])
 
-    with pytest.warns(ForeignStepWarning, match="were there before"):
+    with pytest.warns(ForeignStepWarning, match="there were gradients before"):
         accumulator.run_or_split(run, (data.x, data.y)) if splits else run((data.x, data.y))
 
 

@@ -162,7 +162,7 @@ def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
     data = Data.make(4)
     with (
         pytest.warns(ForeignStepWarning, match="raised after its backward"),
-        pytest.raises(OptionError, match="steps inside the backward"),
+        pytest.raises(OptionError, match="steps an optimizer inside the backward"),
         accumulator.micro_batch(data.weight),
     ):
         accumulator.backward(loss_sum(model, data))

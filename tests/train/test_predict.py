@@ -161,9 +161,9 @@ UNKNOWN = r"predict without a budget needs a DataLoader.*shuffle=False"
         ),
         ({"batches_per_epoch": 9}, "batches_per_epoch leaves samples out or repeats them"),
         ({"drop_last": True}, "drop_last leaves samples out"),
-        ({"units": (range(300), "micro_batch")}, "units cannot be dealt to any number of ranks"),
+        ({"units": (range(300), "micro_batch")}, "predict takes no units"),
         ({"budget": 100, "oversize": "skip"}, r"index \d+ first.* leaves samples out"),
-        ({"num_replicas": 3, "rank": 1}, "deals to 3 ranks, of which this is number 1, but the"),
+        ({"num_replicas": 3, "rank": 1}, "plans for rank 1 of 3, but this process is rank 0 of 1"),
         ({"sizes": LENGTHS[:-1], "texts": LENGTHS}, "299 sizes, but the data set has 300 samples"),
         ({"num_workers": 1, "in_order": False}, "in_order=True"),
         ("fixed batches", UNKNOWN),
@@ -195,10 +195,10 @@ def test_a_loader_that_changes_the_plan(more: int, error: type[Exception]) -> No
     plain = loader_of()
     loader = Short(plain.dataset, batch_sampler=plain.batch_sampler, collate_fn=PadCollate())
     loader.more = more
-    with pytest.raises(error, match=r"came from the loader|the loader ended after"):
+    with pytest.raises(error, match=r"after the collate|the loader ended after"):
         predict(Encoder(), loader)
     losing = loader_of([3, 4, 5], collate_fn=lambda some: PadCollate()(some[1:]))
-    match = r"batch 0, of 3 .* \[2, 1, 0\], came .* 2 samples"
+    match = r"batch 0, of 3 .* \[2, 1, 0\], has 2 samples"
     with pytest.warns(OtherNumbersWarning), pytest.raises(OptionError, match=match):
         predict(Encoder(), losing)
 
@@ -376,7 +376,7 @@ def test_no_batch_is_kept() -> None:
     ],
 )
 def test_outputs_that_are_no_rows(outputs: Any, match: str) -> None:
-    where = r"batch 0, of 3 samples, first of indices \[2, 1, 0\]: "
+    where = r"batch 0, of 3 planned samples, first indices \[2, 1, 0\]: "
     with pytest.raises(OptionError, match=where + ".*" + match):
         predict(outputs, loader_of([3, 4, 5]))
 
@@ -416,4 +416,4 @@ def test_outputs_over_ranks(tmp_path: Path, ranks: int, workers: int, chunk_byte
         assert one["after"] == 300
         assert "ZeroDivisionError" in one["killed"]
         assert "every rank must plan with the same sizes" in one["plans"]
-        assert "deals to 4 ranks" in one["ranks"]
+        assert "plans for rank" in one["ranks"]

@@ -106,11 +106,11 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
         *["fully_shard every rank must know the step's last micro-batch"] * 2,
         "reduces gradients over 2 ranks, but 1 share a step",
         "DTensor over ranks that share a step",
-        "FSDP reduces gradients in the backward",
+        "FSDP reduces gradients in a backward",
         "parallelism or SyncBatchNorm",
         "static_graph=True",
         "a communication hook",
-        *["pass the wrapped one"] * 2,
+        *["pass the wrapped module"] * 2,
     ]
     for told in cases(tmp_path, 2, "refused"):
         assert len(told["refused"]) == len(said)

@@ -204,7 +204,7 @@ class GradAccumulator(AccumulatesGradients):
         if self._open is not None:
             raise OptionError("micro_batch must not be inside another one")
         if samples is None and self.needs_samples:
-            raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
+            raise OptionError("samples= ends steps: say micro_batch(…, samples=…)")
         opened = Pending.of(weight, samples or 0, read=self._reads_weights)
         self.stepped = False
         before, run = self._pending, self._run
@@ -241,8 +241,8 @@ class GradAccumulator(AccumulatesGradients):
             self._open = None
         if not opened.backwards:
             raise StepError(
-                "there was no accumulator.backward(loss) inside micro_batch: its gradients would "
-                "be of another scale than the rest"
+                "there was no accumulator.backward(loss) inside micro_batch: call it instead of "
+                "loss.backward(), whose gradients have another scale"
             )
         if run is not None:
             run.succeed()
@@ -382,8 +382,8 @@ class GradAccumulator(AccumulatesGradients):
     def _check_synchronized(self) -> None:
         if self._pending.micro_batches and self.sharded:
             raise StepError(
-                "FSDP reduces gradients in the backward, and no backward of this step did: let "
-                "steps come from the sampler's plan, or say micro_batch(…, last=True)"
+                "FSDP reduces gradients in a backward that is marked as the step's last, and this "
+                "step had none: pass steps=sampler, or say micro_batch(…, last=True)"
             )
 
     def _take_step(self, *, done: bool = False, failure: TorchBudgetError | None = None) -> bool:
@@ -431,7 +431,7 @@ class GradAccumulator(AccumulatesGradients):
         ]
         sums = GradientSums(self.ranks, self._distributed.summed(parameters), torch.stack(numbers))
         if failure is None and ran_out_of_memory(sums.allocate):
-            failure = SampleTooLargeError("out of memory where gradients are summed over ranks")
+            failure = SampleTooLargeError("out of memory while gradients were summed over ranks")
         mine = [pending.weight, pending.unread is not None, pending.micro_batches, done]
         mine += [isinstance(failure, SampleTooLargeError), failure is not None, sums.sparse]
         weight, is_unread, micro_batches, at_end, too_large, failures, sparse, *present = (
@@ -494,7 +494,7 @@ class GradAccumulator(AccumulatesGradients):
         if self._pending.backwards:
             raise StepError(
                 f"in the middle of a step, after {self.pending} of its micro-batches on this rank, "
-                "the gradients are not saved: save where accumulator.stepped is true"
+                "gradients cannot be saved: save when accumulator.stepped is true"
             )
         return {"version": _VERSION, "steps": self._steps}
 
@@ -505,7 +505,7 @@ class GradAccumulator(AccumulatesGradients):
             StateError: `state_dict` is not the state of an accumulator.
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("version") != _VERSION:
-            raise StateError("expected what GradAccumulator.state_dict() returned")
+            raise StateError("expected the result of GradAccumulator.state_dict()")
         self._pending = Pending()
         self._abandon()
         self._steps = state_dict["steps"]

@@ -92,8 +92,8 @@ class Replayed:
         for name, tensor, version in self._versions:
             if tensor._version != version:
                 raise OptionError(
-                    f"the forward changed batch{name} in place, so that another run of the batch "
-                    "would see other numbers: change a copy, as in ids = ids.masked_fill(…)"
+                    f"the forward changed batch{name} in place, so a second run of the batch would "
+                    "read other numbers: change a copy, as in ids = ids.masked_fill(…)"
                 )
 
 
@@ -106,8 +106,8 @@ def _rows(batch: Any) -> int:
     rows = lengths.pop() if len(lengths) == 1 else None
     if rows is None:
         raise OptionError(
-            "the batch does not say how many samples it has, and is not made of tensors with one "
-            "common first axis alone; pass a batch of a torchbudget collate"
+            "the number of samples is unknown: the batch has no num_samples, and its tensors do "
+            "not all have the same first axis; pass a batch of a torchbudget collate"
         )
     return rows
 

@@ -113,10 +113,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise  # the file may be whole
     except Exception as error:  # a damaged pickle raises anything
         raise StateError(
-            f"{path} cannot be loaded ({type(error).__name__}: {error}). If it was just saved, a "
-            "callback or an optimizer has other things in its state than tensors, numbers and "
-            "texts. Else it is damaged, or not of this fit: put a whole copy in its place, or "
-            "remove it to train from the beginning"
+            f"{path} cannot be loaded ({type(error).__name__}: {error}). If it is new, a callback "
+            "or an optimizer has values other than tensors, numbers and strings in its state. If "
+            "not, it is damaged or belongs to another fit: restore a copy of it, or remove it to "
+            "train from the beginning"
         ) from error
     return loaded
 
@@ -128,6 +128,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises one of its own instead
         raise OSError(
-            f"{path} cannot be written ({error.__context__ or error}); the checkpoint before is "
-            "whole: make room, and call fit again with this folder, which goes on from there"
+            f"{path} cannot be written ({error.__context__ or error}); the previous checkpoint is "
+            "intact: free disk space, and call fit again with this folder to continue from it"
         ) from error

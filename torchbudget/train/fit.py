@@ -329,17 +329,17 @@ class _Run:
         places = [(one["is_over"], one["data"]) for one in saved]
         if len(saved) != len(ranks) and any(place != places[0] for place in places):
             raise StateMismatchError(
-                f"the {len(saved)} ranks of the checkpoint were at different places of the epoch, "
-                f"as where steps end by samples= or weight=, so that {len(ranks)} ranks would "
-                f"leave out and repeat samples: go on with {len(saved)} ranks"
+                f"the {len(saved)} ranks of the checkpoint were at different positions of the "
+                f"epoch, as happens with samples= or weight=, so {len(ranks)} ranks would lose and "
+                f"repeat samples: continue with {len(saved)} ranks"
             )
         mine = saved[ranks.rank % len(saved)]  # ranks that are new share one
         here = [*self.sources, len(self.generators)]
         there = [*mine["data"], len(mine["generators"])]
         if here != there:
             raise StateError(
-                f"the checkpoint has positions and a number of generators {there}, the loaders "
-                f"have {here}: pass loaders, with generator=, of the kind that it was saved with"
+                f"the checkpoint has positions and a number of generators {there}, but the loaders "
+                f"have {here}: pass the same kinds of loaders, with the same generator="
             )
         self.model.load_state_dict(state["model"])
         self.accumulator.load_training_state(state["training"])
@@ -473,8 +473,8 @@ def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
     others = [one for one in accumulator.optimizers.parameters() if id(one) not in saved]
     if others:
         raise OptionError(
-            f"the optimizers train {len(others)} parameters that the model does not have, the "
-            f"first of shape {tuple(others[0].shape)}: make one module of both, which is saved"
+            f"the optimizers train {len(others)} parameters that are not in the model, the first "
+            f"of shape {tuple(others[0].shape)}: put them into one module, which is saved"
         )
 
 

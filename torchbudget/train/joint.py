@@ -80,7 +80,7 @@ def joint_backward(
         if accumulator.pending:
             raise StepError(
                 f"{accumulator.pending} micro-batches are pending in the accumulator, but "
-                "joint_backward takes a step of its own: call accumulator.step() before it"
+                "joint_backward takes a step of its own: call accumulator.step() first"
             )
     # Every rank has the whole loss, with weight 1, and the step divides by their number: so the
     # criterion's own parameters get their gradient once.
@@ -133,7 +133,7 @@ def _two_passes(
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     loss = criterion(tree_unflatten(whole, structure))
     if loss.numel() != 1:
-        raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")
+        raise OptionError(f"the criterion must return a scalar, got the shape {tuple(loss.shape)}")
     if accumulator is None:
         loss.backward()
     else:
@@ -178,8 +178,8 @@ def _check_rows(leaves: Sequence[Any]) -> None:
         raise OptionError("the forward must return tensors whose first axis is the sample")
     if (1,) in shapes and max(shape[0] for shape in shapes) > 1:
         raise OptionError(
-            f"the forward returned a tensor of shape (1,) beside others of shapes {shapes}: if it "
-            "is one number for all samples, squeeze it, as in scale.squeeze()"
+            f"the forward returned a tensor of shape (1,) and others of shapes {shapes}: if it is "
+            "one number for all samples, squeeze it, as in scale.squeeze()"
         )
 
 

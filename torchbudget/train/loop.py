@@ -132,8 +132,8 @@ def index_source_of(loader: Any, caller: str, options: str = "…") -> IndexSour
     if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
         raise OptionError(
             f"{caller} needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler({options}), "
-            "which knows the samples of each batch: got "
-            f"{type(loader).__name__} with batch_sampler={type(sampler).__name__}"
+            f"which knows the indices of each batch: got {type(loader).__name__} with "
+            f"batch_sampler={type(sampler).__name__}"
         )
     return sampler
 
@@ -210,7 +210,7 @@ def evaluate(
     total = torch.stack([losses, losses.new_full((), weights.total_weight())])
     loss, weight_sum = ranks.sum(total.to(ranks.device(near))).tolist()
     if not weight_sum:
-        raise OptionError(f"no batch came that weighs anything: {USED_UP}")
+        raise OptionError(f"no batch had a weight above 0: {USED_UP}")
     mean_loss: float = loss / weight_sum
     return mean_loss
 

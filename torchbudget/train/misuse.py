@@ -116,8 +116,8 @@ class MisuseDetector:
         if moved:
             self._warn(
                 errors.MovingStateWarning,
-                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch, "
-                "not once a step as the large batch: update it where accumulator.stepped is true",
+                f"the forward changes {', '.join(dict.fromkeys(moved))} in every micro-batch, not "
+                "once a step like the large batch: update it when accumulator.stepped is true",
             )
 
     def _remember(self) -> None:
@@ -137,8 +137,8 @@ class MisuseDetector:
         if is_first and any(parameter.grad is not None for parameter in self._each_parameter()):
             self._warn(
                 errors.ForeignStepWarning,
-                "gradients were there before the step's first micro-batch, and count for it: call "
-                "optimizer.zero_grad() before",
+                "there were gradients before the step's first micro-batch, which add to the step: "
+                "call optimizer.zero_grad() first",
             )
         if self._sentinel is not None:
             parameter, gradient, versions = self._sentinel
@@ -147,10 +147,10 @@ class MisuseDetector:
                 what = "parameters" if now[0] != versions[0] else "gradients"
                 self._warn(
                     errors.ForeignStepWarning,
-                    f"{what} were changed in the middle of an accumulated step by others than the "
-                    "accumulator, as by optimizer.step(), zero_grad(), a clipping or another "
-                    "backward: it is not the large batch's step. The accumulator steps by itself, "
-                    "and accumulator.step() ends a step early",
+                    f"other code changed {what} in the middle of an accumulated step, such as "
+                    "optimizer.step(), zero_grad(), clipping or another backward, so the step is "
+                    "not that of the large batch. Remove that code: the accumulator steps by "
+                    "itself, and accumulator.step() ends a step early",
                 )
         self._sentinel = None
 
@@ -158,8 +158,8 @@ class MisuseDetector:
         """A micro-batch raised after its backward, and its step was cleared."""
         self._warn(
             errors.ForeignStepWarning,
-            "a micro-batch raised after its backward: the gradients of its step so far were "
-            "cleared, on this rank, and do not count; run_or_split takes back that one alone",
+            "a micro-batch raised after its backward, so this rank cleared the gradients of the "
+            "whole step so far; run_or_split would discard that micro-batch alone",
         )
 
     def micro_batch_succeeded(self, micro_batches: int, *, ends: bool) -> None:
@@ -177,9 +177,9 @@ class MisuseDetector:
         if any(norm.training or norm.running_mean is None for norm in self._batch_norms):
             self._warn(
                 errors.BatchNormWarning,
-                "batch normalisation takes its statistics from each micro-batch, so that the step "
-                "is not the large batch's; use group or layer normalisation, or freeze it with "
-                "eval(), where it has running statistics",
+                "batch normalisation takes its statistics from each micro-batch, so the step is "
+                "not that of the large batch; use group or layer normalisation, or call eval() on "
+                "layers with running statistics to freeze them",
             )
 
     @contextmanager
@@ -251,8 +251,8 @@ class MisuseDetector:
         if not self.in_micro_batch and reduces and torch.is_grad_enabled():
             self._warn(
                 errors.UnsynchronizedWarning,
-                "the forward of a distributed module is outside accumulator.micro_batch(…): it "
-                "will reduce gradients by itself, and they are reduced again",
+                "the forward of a distributed module is outside accumulator.micro_batch(…), so "
+                "gradients would be reduced twice: put forward and backward inside it",
             )
 
     def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:
@@ -287,7 +287,7 @@ def _sums_of(tensor: Tensor) -> str:
 def _warn_of_lost(pending: list[int]) -> None:
     if pending[0]:
         warn(
-            f"a GradAccumulator is gone with {pending[0]} micro-batches that no step "
-            "took; call accumulator.flush() after the loop",
+            f"a GradAccumulator was deleted with {pending[0]} micro-batches that no step has "
+            "applied; call accumulator.flush() after the loop",
             errors.ForgottenStepWarning,
         )

@@ -26,7 +26,7 @@ SPARSE: Final = "sparse gradients cannot be clipped or summed over ranks: pass s
 _OVERFLOWS: Final = 1 - 1e-6
 
 STEPS_IN_BACKWARD: Final = (
-    "an optimizer steps inside the backward of a micro-batch, in a hook of a parameter: remove it"
+    "a hook of a parameter steps an optimizer inside the backward of a micro-batch: remove the hook"
 )
 
 
@@ -57,7 +57,7 @@ class Optimizers:
             raise OptionError("a GradAccumulator needs an optimizer")
         if any(isinstance(one, torch.optim.LBFGS) for one in self.optimizers):
             raise OptionError(
-                "LBFGS evaluates the loss by itself, which micro-batches do not allow"
+                "LBFGS evaluates the loss itself, which micro-batches do not allow: use another"
             )
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise OptionError("ReduceLROnPlateau needs a metric: step it yourself, after evaluate")
@@ -201,7 +201,7 @@ class Optimizers:
         for name, ones in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
             states = state[name]
             if len(ones) != len(states):
-                raise StateError(f"the state has {len(states)} {name}, there are {len(ones)}")
+                raise StateError(f"the state has {len(states)} {name}, but {len(ones)} are given")
             for one, its_state in zip(ones, states, strict=True):
                 one.load_state_dict(its_state)
         if self.scaler is not None and state["scaler"] is not None:

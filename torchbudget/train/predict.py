@@ -124,9 +124,9 @@ def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
     ranks = Ranks(group, alone=sampler.num_replicas == 1)
     if (len(ranks), ranks.rank) != (sampler.num_replicas, sampler.rank):
         raise OptionError(
-            f"the sampler deals to {sampler.num_replicas} ranks, of which this is number "
-            f"{sampler.rank}, but the process group joins {len(ranks)}, of which this is number "
-            f"{ranks.rank}: each rank would get only a part of the outputs"
+            f"the sampler plans for rank {sampler.rank} of {sampler.num_replicas}, but this "
+            f"process is rank {ranks.rank} of {len(ranks)} in the process group, so outputs would "
+            "be missing: make the sampler with that num_replicas and rank"
         )
     return ranks
 
@@ -145,9 +145,9 @@ def _of_samples(forward: Forward, batch: Any, number: int, indices: IntArray) ->
     """
     n = len(indices)
     rows = n + masked_rows(batch)
-    called = f"batch {number}, of {n} samples, first of indices {indices[:4].tolist()}"
+    called = f"batch {number}, of {n} planned samples, first indices {indices[:4].tolist()}"
     if isinstance(batch, HasNumSamples) and batch.num_samples != n:
-        raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
+        raise OptionError(f"{called}, has {batch.num_samples} samples after the collate")
     outputs = forward(batch)
     if forward.split_outputs is None:
         _check_rows(outputs, rows, called)
@@ -193,7 +193,7 @@ class _Results:
         places = np.flatnonzero(indices >= 0)
         mine, number = indices[places], len(self._came)
         for index in mine[(mine >= number) | self._came[np.minimum(mine, number - 1)]].tolist():
-            raise OptionError(f"index {index} came more than once: {_OTHER_PLANS}")
+            raise OptionError(f"index {index} has several outputs: {_OTHER_PLANS}")
         if isinstance(outputs, Tensor) and not self._came.any():
             with suppress(RuntimeError):  # no room for all samples padded as this batch is
                 self._rows = outputs.new_empty((number, *outputs.shape[1:]))
@@ -219,7 +219,7 @@ class _Results:
             OptionError: one did not come.
         """
         for index in np.flatnonzero(~self._came).tolist():
-            raise OptionError(f"index {index} did not come: {_OTHER_PLANS}")
+            raise OptionError(f"index {index} has no output: {_OTHER_PLANS}")
         return self._rows
 
 

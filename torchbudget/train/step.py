@@ -142,8 +142,8 @@ def checked_weight(weight: float | Tensor | None) -> float:
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if not is_number(value) or not 0 <= value < math.inf:
         raise OptionError(
-            f"weight must be a number of at least 0, got {weight!r} (of weights on a device the "
-            "sum over the step, NaN where one was below 0)"
+            f"weight must be a number of at least 0, got {weight!r} (for weights on a device: "
+            "their sum over the step, NaN if one was below 0)"
         )
     return float(value)
 
@@ -218,8 +218,8 @@ class Planned:
         if self._end is None:
             if self._begun == len(steps):
                 raise OptionError(
-                    "a micro-batch came, but no further step is planned: give the accumulator the "
-                    "sampler that the batches come from, and take each of its batches once"
+                    "a micro-batch began, but no further step is planned: pass the sampler of "
+                    "these batches to the accumulator as steps=, and use each batch once"
                 )
             # What is pending from an epoch without flush() goes into this step.
             self._end = pending.micro_batches - 1 + steps[self._begun]
@@ -254,7 +254,7 @@ def step_boundary_of(
     given = {"steps": steps, "samples": samples, "weight": weight}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise OptionError(f"give one of steps, samples and weight, got {' and '.join(named)}")
+        raise OptionError(f"pass only one of steps, samples and weight, got {' and '.join(named)}")
     if isinstance(steps, StepSource):
         return Planned(steps)
     if steps is not None:

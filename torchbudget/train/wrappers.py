@@ -69,8 +69,8 @@ class DistributedModules:
             if module.static_graph or module._comm_hooks or module._delay_all_reduce_params:
                 raise OptionError(
                     "DistributedDataParallel has static_graph=True, a communication hook "
-                    "(register_comm_hook, mixed_precision=) or delay_all_reduce_named_params=, for "
-                    "its own reduction; GradAccumulator sums gradients itself: leave it out"
+                    "(register_comm_hook, mixed_precision=) or delay_all_reduce_named_params=: "
+                    "leave it out, since GradAccumulator sums gradients itself"
                 )
 
     def check_group(self, group: Any) -> None:
@@ -113,8 +113,8 @@ class DistributedModules:
         for group in self._param_groups():
             if getattr(group, "reduce_scatter_reduce_op", None) is not None:
                 raise OptionError(
-                    "this torch does not say what set_reduce_scatter_divide_factor was given: "
-                    "leave it out; GradAccumulator divides by the weight in any case"
+                    "this version of torch hides the factor of set_reduce_scatter_divide_factor: "
+                    "do not call it; GradAccumulator divides by the weight in any case"
                 )
             factor = getattr(group, "gradient_divide_factor", None)
             divisor = _divisor(group.mesh_info) if factor is None else factor
@@ -170,8 +170,8 @@ class DistributedModules:
                 and any(id(parameter) in mine for parameter in module.parameters())
             ):
                 raise OptionError(
-                    "a DistributedDataParallel runs that GradAccumulator does not know, and "
-                    "reduces gradients by itself in every backward: pass the wrapped one, "
+                    "GradAccumulator does not know this DistributedDataParallel, which reduces "
+                    "gradients in every backward: pass the wrapped module, "
                     "GradAccumulator(optimizer, module=ddp)"
                 )
 
