@@ -200,7 +200,7 @@ def test_what_cannot_be_corrected() -> None:
     plan = sampler.plan
     assert sampler.replan() == 0.01
     assert sampler.plan is plan
-    with pytest.raises(OptionError, match="only a measured cost"):
+    with pytest.raises(OptionError, match="replan needs a cost"):
         sampler_of().replan()
     apart = MemoryBudgetBatchSampler([3, 4], measured(margin=0.01), 10**6, num_replicas=2, rank=0)
     with pytest.raises(OptionError, match="must agree on a margin"):

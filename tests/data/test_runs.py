@@ -153,7 +153,7 @@ def test_another_loop_over_the_same_persistent_workers_is_an_error(other: str) -
     run = sampler.tracked(loader)
     came = list(islice(run, 3))
     loop = iter(loader) if other == "plain" else sampler.tracked(loader)
-    with pytest.raises(StateError, match="another loop over this loader, whose workers persist"):
+    with pytest.raises(StateError, match="with persistent workers, another loop"):
         next(run)
     assert list(run) == []
     assert sampler.state_dict()["done"] == 3
@@ -175,10 +175,14 @@ def test_a_batch_that_no_sampler_has_drawn_is_an_error() -> None:
             yield from super().__iter__()
 
     sampler = sampler_of()
-    with pytest.raises(StateError, match=r"iter\(loader\) began no iteration.*as a generator does"):
+    with pytest.raises(
+        StateError, match=r"iter\(loader\) began no iteration.*a generator calls it only"
+    ):
         sampler.tracked(Late(range(300), batch_sampler=sampler, collate_fn=list))
     run = sampler.tracked(Twice(range(300), batch_sampler=sampler, collate_fn=list))
-    with pytest.raises(StateError, match="batch 1 came from the loader, but its sampler has drawn"):
+    with pytest.raises(
+        StateError, match="the loader returned batch 1, which its sampler did not draw"
+    ):
         list(run)
     assert sampler.state_dict()["done"] == 1
 
@@ -194,7 +198,7 @@ def test_a_state_that_would_lose_what_workers_have_read_is_refused(persistent: b
     assert sampler.state_dict()["done"] == 1
     batches = iter(loader_of(sampler, num_workers=2, persistent_workers=persistent))
     next(batches)
-    with pytest.raises(StateError, match=r"read ahead of its loop.*sampler.tracked\(loader\)"):
+    with pytest.raises(StateError, match=r"prefetch batches.*sampler.tracked\(loader\)"):
         sampler.state_dict()
     del batches
     sampler.set_epoch(0)

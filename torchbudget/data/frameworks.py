@@ -109,8 +109,9 @@ class Caller(NamedTuple):
         """
         if self.batches_again:
             raise OptionError(
-                "whole batches come already, which the DataLoader would batch again: pass a "
-                "sampler as batch_sampler=, not as sampler=, and batch_size=None with a stream"
+                "the sampler or stream yields whole batches, which the DataLoader would batch "
+                "again: pass a sampler as batch_sampler=, not as sampler=, and batch_size=None "
+                "with a stream"
             )
         for module, wrapper in self.wrappers:
             if num_replicas > 1:
@@ -119,8 +120,8 @@ class Caller(NamedTuple):
             # goes on: the epoch after the loaded one would be that one once more.
             if getattr(wrapper, "__dict__", {}).get("use_stateful_dataloader"):
                 raise OptionError(
-                    "use_stateful_dataloader=True has accelerate's own loader count epochs from 0 "
-                    "after load_state, and read one of them again: use "
+                    "with use_stateful_dataloader=True, accelerate's own loader counts epochs from "
+                    "0 after load_state, and repeats one: use "
                     "torchbudget.integrations.accelerate.prepare(accelerator, loader), which saves "
                     "the position with either setting, or leave it out"
                 )
@@ -148,15 +149,15 @@ class Caller(NamedTuple):
             if framework == "transformers":
                 otherwise = "load its own state and set ignore_data_skip=True"
             raise StateError(
-                f"{framework} goes on from {resumed}, which has no position of this sampler or "
-                f"stream: samples would be lost, or come again. Use {instead}, whose checkpoints "
+                f"{framework} continues from {resumed}, which has no position of this sampler or "
+                f"stream, so samples would be lost or repeated. Use {instead}, whose checkpoints "
                 f"have it, or {otherwise}"
             )
         if epochs_differ:
             raise OptionError(
-                f"{framework} reads len once for all epochs, which have different numbers of "
-                f"batches, and would leave the last batches of longer ones out: use {instead}, or "
-                "batches_per_epoch, with which every epoch has as many"
+                f"{framework} reads len once, but epochs have different numbers of batches, so "
+                f"longer epochs would lose their last ones: use {instead}, or batches_per_epoch, "
+                "which makes all epochs equally long"
             )
 
 
@@ -170,10 +171,10 @@ def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
         if processes > 1:
             package = module.partition(".")[0]
             raise ShardedTwiceError(
-                f"batches are dealt to {num_replicas} ranks already, and {package}'s {name}, by "
-                f"{setting}, deals them to {processes} processes again: most samples would never "
-                "come. With Accelerate, use torchbudget.integrations.accelerate.prepare("
-                f"accelerator, loader); with transformers' Trainer, {_TRANSFORMERS}"
+                f"batches are split over {num_replicas} ranks already, and {package}'s {name}, by "
+                f"{setting}, splits them over {processes} processes again: samples would be lost. "
+                "With Accelerate, use torchbudget.integrations.accelerate.prepare(accelerator, "
+                f"loader); with transformers' Trainer, {_TRANSFORMERS}"
             )
 
 

@@ -74,8 +74,8 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
         try:
             if getattr(self._batches, "_sampler_iter", None) is not self._restarts:
                 raise StateError(
-                    "another loop over this loader, whose workers persist, began while a tracked "
-                    "one was open: end that one first, or give the other loop a loader of its own"
+                    "with persistent workers, another loop over this loader began inside a tracked "
+                    "one: end the tracked loop first, or give the other loop a loader of its own"
                 )
             came = next(self._batches, _ENDED)
             if came is _ENDED:
@@ -108,7 +108,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
             StateError: that many positions are not kept.
         """
         if back >= _KEPT:
-            raise StateError(f"the last {_KEPT} positions are kept, asked for {back} before it")
+            raise StateError(f"{_KEPT} positions are kept: back must be less, got {back}")
         return self._state(self._places[max(len(self._places) - 1 - back, 0)])
 
     def start_over(self) -> None:
@@ -137,7 +137,7 @@ def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
     if within or chosen < loaded:
         warn(
             f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}: samples "
-            "are lost, or come again. Go on with that epoch, as in "
-            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state",
+            "are lost or repeated. Continue that epoch, as in `for epoch in range(sampler.epoch, "
+            "epochs)`, or do not load the state",
             DiscardedStateWarning,
         )

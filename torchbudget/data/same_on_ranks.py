@@ -50,10 +50,10 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
     other = [rank for rank, one in enumerate(found) if one[0] == found[0][0] and one != found[0]]
     if other:
         raise RankError(
-            f"rank 0 and rank {other[0]} read other samples from a source that they share: sizes "
-            "in the first window differ, so that samples would come twice, or never. A source that "
-            "splits itself by rank needs split='ranks'; a generator that a source or a transform "
-            "makes itself needs a fixed seed, or is replaced by transforms.rng()"
+            f"rank 0 and rank {other[0]} read different samples from the source that they share: "
+            "sizes in the first window differ, so samples would be lost or repeated. If the source "
+            "splits itself by rank, pass split='ranks'. If it or a transform draws at random, use "
+            "transforms.rng(), or a generator with a fixed seed"
         )
     ranks.note_meeting("samples")
 
@@ -75,8 +75,8 @@ def _raise_difference(facts: list[dict[str, Any]]) -> None:
         )
         if found:
             raise RankError(
-                "ranks would share out samples that differ, so that some would come twice and "
-                f"others never: {found}. Make them the same on all ranks: cost, budget = "
-                "agree(cost, budget) takes rank 0's cost and the smallest budget. If they are to "
-                "differ, say which part each reads, by num_replicas and rank"
+                "all ranks must plan the same samples, or some would be lost or repeated, but they "
+                f"differ: {found}. Make them equal: cost, budget = agree(cost, budget) takes rank "
+                "0's cost and the smallest budget. If each rank has samples of its own, pass "
+                "num_replicas and rank, such as num_replicas=1, rank=0"
             )

@@ -166,8 +166,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             )
         if weights is not None and batches_per_epoch is None:
             raise OptionError(
-                "weights draw with replacement, so that an epoch has no length of its own: give "
-                "batches_per_epoch"
+                "weights= draws with replacement, so an epoch has no end of its own: pass "
+                "batches_per_epoch="
             )
         self._window = optional("samples_per_step", samples_per_step) or optional("window", window)
         table = SizeTable.of(sizes)
@@ -196,8 +196,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         units_need_steps = order.units is not None and (drop_last or not order.labels.whole)
         if units_need_steps and samples_per_step is None:
             raise OptionError(
-                "units need samples_per_step; without it keep each of them in one micro-batch, by "
-                "units=(labels, 'micro_batch'), and leave drop_last out"
+                "units need samples_per_step. Without it, pass units=(labels, 'micro_batch'), "
+                "which keeps each unit in one micro-batch, and leave drop_last out"
             )
         rules = fitted(rules, table.values, order.skipped)
         self.cost, self.size_multiple, self.shapes = cost, rules.size_multiple, rules.shapes
@@ -238,9 +238,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             return self._plan
         if self._present is not None:
             raise OptionError(
-                f"an iteration began on num_replicas={before}, and torch.distributed has {number} "
-                "ranks now, which would take other samples: start it before the first iter(), or "
-                "call set_epoch() after it started"
+                f"the iteration began with num_replicas={before}, but torch.distributed now has "
+                f"{number} ranks, which plan other batches: initialise it before the first iter(), "
+                "or call set_epoch() afterwards"
             )
         plan = self._plan.changed(number=number, window=self._window)
         if self._loaded is not None:
@@ -370,12 +370,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
             raise OptionError(
-                "tracked needs a DataLoader whose batch_sampler this is; a StatefulDataLoader "
-                f"saves its position itself: got {type(loader).__name__}"
+                f"tracked needs a DataLoader with this batch_sampler, got {type(loader).__name__}; "
+                "a StatefulDataLoader saves its position itself"
             )
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise OptionError(
-                "with in_order=False it is unknown which batches came: use in_order=True"
+                "with in_order=False the loop's position is unknown: pass in_order=True"
             )
         self.check_dataset(loader.dataset)
         return SamplerRun(self, loader)
@@ -413,12 +413,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         ):
             if given:
                 raise OptionError(
-                    f"{name} leaves samples out or repeats them, so that some would have no "
-                    f"output, or several: {instead}"
+                    f"{name} drops or repeats samples, but predict needs one output for each "
+                    f"sample: {instead}"
                 )
         if plan.order.units is not None:
             raise OptionError(
-                "units cannot be dealt to any number of ranks, and no output needs them: leave "
+                "predict takes no units, which cannot be split over every number of ranks: leave "
                 "units out"
             )
         before = vars(self).copy()
@@ -453,9 +453,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             cursor = present.cursor
             if present.reads_ahead and cursor is not present.began:
                 raise StateError(
-                    "workers of the DataLoader read ahead of its loop, so that it is unknown which "
-                    "batches came: loop over sampler.tracked(loader), use a StatefulDataLoader, or "
-                    "call set_epoch first"
+                    "workers of the DataLoader prefetch batches, so the position of its loop is "
+                    "unknown: loop over sampler.tracked(loader), use a StatefulDataLoader, or call "
+                    "set_epoch first"
                 )
         return self._state_of(cursor)
 
@@ -506,7 +506,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
-            raise OptionError(f"only a measured cost is corrected, this is {used!r}")
+            raise OptionError(f"replan needs a cost of measure_cost, got {used!r}")
         margin = used.with_observed_margin().margin
         present = self._present
         place = (self._cursor if present is None else present.cursor).place
@@ -710,8 +710,8 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     def _began(self) -> Cursor:
         if not hasattr(self, "iteration"):
             raise StateError(
-                "iter(loader) began no iteration of this sampler: a loader's own __iter__ must "
-                "call super().__iter__() at once, and not with its first batch, as a generator does"
+                "iter(loader) began no iteration of this sampler: an __iter__ of your own must "
+                "call super().__iter__() at once; a generator calls it only with its first batch"
             )
         return self.iteration.began
 
@@ -719,8 +719,8 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         queue = self.iteration.queue
         if not queue:
             raise StateError(
-                f"batch {self._delivered} came from the loader, but its sampler has drawn no batch "
-                "for it: another loop over the same workers, or a loader that makes batches itself"
+                f"the loader returned batch {self._delivered}, which its sampler did not draw: "
+                "another loop runs over the same workers, or the loader makes batches itself"
             )
         record = queue.popleft()
         self._delivered += 1
@@ -733,9 +733,9 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         after = place.after if isinstance(place, MicroBatch) else plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
-                f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "
-                "has more: its data set or its collate_fn raised StopIteration, as next() does on "
-                "an iterator that has no more"
+                f"the loader ended after {self._delivered} batches, before the end of epoch "
+                f"{began.epoch}: its data set or its collate_fn raised StopIteration, as next() "
+                "does at the end of an iterator; call next(iterator, None)"
             )
         self._sizes.end()
         return after

@@ -26,7 +26,7 @@ _FEWEST: Final = 128  # samples of an epoch that ended earlier and is judged all
 # Rank correlation of n unrelated values is below 3/√n but in one case of 370. With lengths, that of
 # characters, words, noisy lengths or pixels is above 0.6: tests/data/test_size_check.py.
 _CHANCE: Final = 3.0
-_AGAIN: Final = "Take the sizes of the data set as the loader reads it: sizes_of(dataset, …)"
+_AGAIN: Final = "Read the sizes again, with the data set of the loader: sizes_of(dataset, …)"
 
 
 class SizeCheck:
@@ -80,9 +80,9 @@ class SizeCheck:
             if own:
                 self._warn(
                     OtherNumbersWarning,
-                    f"a batch came with {number} samples, where {len(indices)} were planned: the "
-                    "data set's __getitems__, or the collate_fn, loses samples, or adds some that "
-                    "the budget does not count. Drop or add them before sizes are taken",
+                    f"a batch has {number} samples, but {len(indices)} were planned: the data "
+                    "set's __getitems__ or the collate_fn drops samples, or adds some that the "
+                    "budget does not count. Drop or add samples before the sizes are read",
                 )
             return
         if came == planned and self._is_judged:
@@ -124,8 +124,8 @@ class SizeCheck:
             sizes = [" × ".join(map(str, size)) for size in (came, planned)]
             self._warn(
                 PaddedSizeWarning,
-                f"a batch is padded to {sizes[0]}, where {sizes[1]} was planned: the budget does "
-                "not count the rest. Give the sampler or stream the multiple that its collate "
+                f"a batch is padded to {sizes[0]}, but {sizes[1]} was planned: the budget does not "
+                "count the difference. Give the sampler or stream the multiple that its collate "
                 f"rounds up to, now size_multiple={self._rules.size_multiple}, or let the collate "
                 "pad to the longest sample",
             )
@@ -136,9 +136,10 @@ class SizeCheck:
         lengths = lengths[:, lengths.min(axis=0) < lengths.max(axis=0)]
         if lengths.size and (lengths.min(axis=1) > sizes.max(axis=1)).all():
             raise CollateError(
-                f"all {len(sizes)} samples that came are longer than their sizes, such as "
+                f"all {len(sizes)} samples read so far are longer than their sizes, such as "
                 f"{lengths[-1].tolist()} for {sizes[-1].tolist()}: the budget does not count the "
-                f"rest. {_AGAIN}; or measure the cost of sizes of another unit, by measure_cost"
+                f"difference. {_AGAIN}; or, if sizes have another unit, measure the cost of that "
+                "unit by measure_cost"
             )
 
     def _judge(self) -> None:
@@ -164,9 +165,9 @@ class SizeCheck:
         if _are_unrelated(sizes, lengths, fields):
             self._warn(
                 OtherSizesWarning,
-                f"the sizes have nothing to do with the samples that came: of {len(sizes)}, those "
-                "of larger sizes are no longer than others in any field. Batches may be over the "
-                f"budget. {_AGAIN}",
+                f"the sizes do not match the samples: of {len(sizes)} samples read, those with "
+                "larger sizes are not longer in any field. Batches may exceed the budget. "
+                f"{_AGAIN}",
             )
 
     def _find_longer(self, found: _Seen) -> None:
@@ -176,9 +177,9 @@ class SizeCheck:
                 i = int((lengths - found.sizes[:, axis]).argmax())
                 self._warn(
                     OtherSizesWarning,
-                    f"sample {found.indices[i]} of the data set came with a length of {lengths[i]},"
-                    f" and its size is {found.sizes[i, axis]}: its batch has more than the "
-                    f"{planned} that the budget counts. {_AGAIN}",
+                    f"sample {found.indices[i]} of the data set has a length of {lengths[i]}, but "
+                    f"its size is {found.sizes[i, axis]}: its batch has more than the {planned} "
+                    f"that the budget counts. {_AGAIN}",
                 )
 
 
@@ -234,15 +235,15 @@ def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
         planned = (-(-lengths.reshape(number, -1) // multiple) * multiple).prod(1).sum()
         if elements > planned:
             raise CollateError(
-                f"batches were planned without padding, by a PackedCost, but one came with "
-                f"{number} samples padded to {' × '.join(map(str, came))}: {elements:,} elements "
-                f"for {planned:,}. Collate with PackCollate, or plan with a PaddedCost"
+                f"batches were planned without padding, by a PackedCost, but one has {number} "
+                f"samples padded to {' × '.join(map(str, came))}: {elements:,} elements instead of "
+                f"{planned:,}. Collate with PackCollate, or plan with a PaddedCost"
             )
     if most is not None and elements > most:
         raise CollateError(
-            f"a batch has {elements:,} elements, and none was planned with more than {most:,}: the "
-            "budget does not count the rest. Take sizes, and measure the cost, of the samples as "
-            "the collate_fn gets them"
+            f"a batch has {elements:,} elements, but at most {most:,} were planned: the budget "
+            "does not count the difference. Read sizes and measure the cost from the samples that "
+            "the collate_fn gets"
         )
 
 

@@ -25,7 +25,7 @@ def test_what_cannot_be_packed() -> None:
     with pytest.raises(CollateError, match=r"sample 1 .*: expected equal axes \(3,\).*\(4,\)"):
         PackCollate()([torch.ones(2, 3), torch.ones(2, 4)])
     # Zero-width rows: 2³¹ positions without a byte.
-    with pytest.raises(CollateError, match=r"more than the offsets, torch\.int32, can count"):
+    with pytest.raises(CollateError, match=r"more than the offsets, of torch\.int32, can count"):
         PackCollate()([torch.empty(2**30, 0)] * 2)
 
 

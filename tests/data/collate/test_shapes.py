@@ -105,7 +105,7 @@ def test_masked_rows_need_labels_or_a_loss_that_leaves_them_out() -> None:
     assert set(batch["labels"].tolist()[2:]) <= {-100}
     assert batch.masked_rows
     longest = SAMPLES[int(LENGTHS.argmax())]
-    with pytest.raises(CollateError, match="is this a batch of it"):
+    with pytest.raises(CollateError, match="must have the planned shape"):
         PadCollate(size_multiple=sampler)([longest] * sampler.shapes[-1][0])
     with pytest.raises(OptionError, match="fit none of the shapes"):
         PadCollate(size_multiple=sampler)(SAMPLES)
@@ -201,7 +201,7 @@ def test_rows_of_a_given_number_of_segments() -> None:
             k for n in np.diff(bounds).tolist() for k in range(n)
         ]
         assert all(len(part.cu_seqlens) == 14 for part in batch.split(min(2, len(indices))))
-    with pytest.raises(CollateError, match="one more than max_batch_size"):
+    with pytest.raises(CollateError, match="and one more as segments="):
         PackCollate(total_multiple=512, segments=2)(SAMPLES[:2])
     with pytest.raises(OptionError, match="segments needs size_multiple=1"):
         PackCollate(size_multiple=8, segments=4)

@@ -159,7 +159,7 @@ def test_padded_labels_must_be_able_to_be_ignored(options: dict[str, Any]) -> No
         ({"size_multiple": 0}, "size_multiple"),
         ({"layout": "transformers", "position_ids_start": -1}, "position_ids_start"),
         ({"layout": "transformers", "causal_labels": 1}, "causal_labels must be a bool"),
-        ({"causal_labels": False}, 'options of layout="transformers"'),
+        ({"causal_labels": False}, 'need layout="transformers"'),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], match: str) -> None:

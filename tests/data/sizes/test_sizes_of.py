@@ -92,7 +92,7 @@ def test_every_sample_has_the_same_axes(position, other):
     """Another number of axes is named by index, within a worker's chunk and between chunks."""
     samples = [(1, 2)] * 100
     samples[position] = other
-    with pytest.raises(SizesError, match=rf"same ragged axes: .*sample {position}\b"):
+    with pytest.raises(SizesError, match=rf"same ragged axes, .*sample {position}\b"):
         of(Samples(samples), lambda sample: sample)
 
 

@@ -54,7 +54,7 @@ class ReaderDataset(Dataset[Any]):
         variants_per_read: int = 1,
     ) -> None:
         if not len(identities):
-            raise OptionError("a reader needs identities, got none")
+            raise OptionError("a reader needs at least one identity, got none")
         for name, function in (("read", read), ("read_target", read_target)):
             if function is not None and not callable(function):
                 raise OptionError(f"{name} must be a function of an identity, got {function!r}")

@@ -59,15 +59,15 @@ class SampleCache(Dataset[Any]):
         self._table = _HEAD.itemsize + 8 * self._samples
         if self.budget <= self._table:
             raise BudgetError(
-                f"a cache of {format_bytes(self.budget)} has no room for samples: its table of "
-                f"contents of {self._samples:,} samples takes {format_bytes(self._table)}"
+                f"a cache of {format_bytes(self.budget)} must exceed the table of its "
+                f"{self._samples:,} samples, {format_bytes(self._table)}; give it a larger budget"
             )
         try:
             self._file = SharedFile(self.budget)  # all zeros: an empty cache
         except (OSError, OverflowError, ValueError) as error:
             raise BudgetError(
-                f"this system has no {format_bytes(self.budget)} for a cache: {error}; give it a "
-                "smaller budget"
+                f"this machine cannot allocate {format_bytes(self.budget)} for a cache: {error}; "
+                "give it a smaller budget"
             ) from error
 
     # ------------------------------------------------------------------ the table of contents
@@ -115,8 +115,8 @@ class SampleCache(Dataset[Any]):
             size = self.budget
         except Exception as error:
             raise SampleError(
-                f"sample {number}, of type {type(sample).__name__}, cannot be pickled, as a cache "
-                f"needs: {type(error).__name__}: {error}; convert it in the data set, or apply the "
+                f"sample {number}, of type {type(sample).__name__}, must be picklable for a cache: "
+                f"{type(error).__name__}: {error}; convert it in the data set, or apply the "
                 "transform that makes it after the cache"
             ) from error
         with self._file.locked():

@@ -191,10 +191,9 @@ class Batch:
         if self._arrangement is None:
             raise CollateError(
                 f"this {type(self).__name__} does not know the lengths and places of its samples: "
-                "it was rebuilt from its fields, as type(batch)(fields), which transformers, "
-                "Accelerate and Lightning do, or by a function that changed their shapes. Read "
-                "lengths, mask, num_samples and the like before that, and split the batch before "
-                "it; batch.to() moves a batch as it is"
+                "a framework rebuilt it from its fields, as type(batch)(fields), or a function "
+                "changed their shapes. Read lengths, mask, num_samples and the like, and split the "
+                "batch, before that; batch.to() keeps them"
             )
         return self._arrangement
 
@@ -212,7 +211,7 @@ class Batch:
         layout = self._known.layouts[self._known.measured]
         if not isinstance(layout, kind):
             way = "padded" if kind is PaddedLayout else "joined"
-            raise CollateError(f"no field whose lengths are those of the batch is {way}")
+            raise CollateError(f"the field with the batch's lengths is not {way}")
         return layout
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
@@ -243,8 +242,8 @@ class Batch:
             device, dtype = None, device
         if dtype is not None and not dtype.is_floating_point:
             raise OptionError(
-                f"a batch is cast in its floating-point fields only, got {dtype}: cast a field of "
-                "another kind by itself, as in batch['ids'].to(dtype)"
+                f"batch.to(dtype) casts floating-point fields only, got {dtype}: cast another "
+                "field alone, as in batch['ids'].to(dtype)"
             )
 
         early = non_blocking and may_return_early(device)
@@ -404,7 +403,7 @@ def _take_over(batch: Batch, data: Any) -> None:
     known = batch._arrangement
     is_same = tree_structure(data) == tree_structure(batch.data)
     if not is_same or (known is not None and not known.fits(data)):
-        raise TypeError("a batch keeps its fields and their shapes, which dict(batch) need not")
+        raise TypeError("a batch cannot change its fields: change a copy, dict(batch)")
     batch._data = data
 
 

@@ -459,8 +459,8 @@ class PadCollate(FieldCollate):
         batch: PaddedBatch = self._collate(samples, length)
         if batch.padded_size != (length,):
             raise CollateError(
-                f"{n} samples padded to {batch.padded_size} have the shape ({rows}, {length}) in "
-                "the sampler or stream: is this a batch of it, and one ragged axis?"
+                f"{n} samples padded to {batch.padded_size} must have the planned shape ({rows}, "
+                f"{length}): collate batches of this sampler or stream, with one ragged axis"
             )
         if rows > n:
             shortest = samples[int(batch.lengths.argmin())]
@@ -475,10 +475,9 @@ class PadCollate(FieldCollate):
                     value[layout.part(n, rows)[0]] = IGNORED_LABEL
         if not found:
             raise CollateError(
-                "rows that fill a batch up to its shape are masked by integer labels of "
-                f"{IGNORED_LABEL}, and no field named {LABELS!r} has such: make one, or let the "
-                "loss leave those rows out by batch.row_mask or batch.mask, and say so by "
-                "PadCollate(row_mask=True)"
+                f"labels of {IGNORED_LABEL} mask the rows that fill a batch up to its shape, but "
+                f"no field of integers is named {LABELS!r}: add one; or leave those rows out of "
+                "the loss by batch.row_mask or batch.mask, and state PadCollate(row_mask=True)"
             )
         return type(batch)(batch.data, replace(known, num_samples=n, masked_rows=rows - n))
 
@@ -603,9 +602,7 @@ class PackCollate(FieldCollate):
             raise OptionError("segments needs size_multiple=1: the total is padded, not samples")
         object.__setattr__(self, "_row", row)
         if self.layout is None and (self.position_ids_start, self.causal_labels) != (0, True):
-            raise OptionError(
-                'position_ids_start and causal_labels are options of layout="transformers"'
-            )
+            raise OptionError('position_ids_start and causal_labels need layout="transformers"')
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
@@ -663,8 +660,8 @@ def _check(packed: PackedBatch) -> None:
     mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
     if mask is not None and int(torch.count_nonzero(mask)) != packed.num_tokens:
         raise CollateError(
-            f"field {ATTENTION_MASK!r} masks positions of the samples, and a packed batch has no "
-            "such mask: tokenize without padding"
+            f"field {ATTENTION_MASK!r} masks padding in the samples, and packed batches have no "
+            "padding: tokenize without padding"
         )
 
 
@@ -674,8 +671,8 @@ def _causal(fields: dict[str, Tensor], layout: Any) -> Tensor:
     in_row = isinstance(layout, JoinedLayout) and layout.rule.in_row
     if not in_row or (labels is not None and labels.dtype not in _SIGNED):
         raise CollateError(
-            f"field {LABELS!r} must be of one signed integer per position, {IGNORED_LABEL} where "
-            "nothing is predicted; causal_labels=False takes labels as they are"
+            f"field {LABELS!r} must have one signed integer per position, {IGNORED_LABEL} to "
+            "ignore it; causal_labels=False takes labels as they are"
         )
     ignored = np.ones(layout.shape, np.bool_)  # padding, and the first position of each sample
     for row, place in layout.places:

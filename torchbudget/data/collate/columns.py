@@ -236,8 +236,8 @@ def _check_keys(node: Field, optional: set[Any]) -> None:
                 index,
                 f"the keys {expected} as in sample 0",
                 f"{list(sample)}; missing: {[k for k in expected if k not in came]}, unexpected: "
-                f"{[k for k in sample if k in came - keys]}; a field that samples may lack is one "
-                'of fields={name: "optional"}',
+                f"{[k for k in sample if k in came - keys]}; if samples may lack a field, pass "
+                f'fields={{name: "optional"}}',
             )
 
 
@@ -392,8 +392,8 @@ def _lists_to_tensors(field: Field) -> list[Tensor]:
     model = next((t for t in tensors if t.numel()), None)
     if model is None:
         raise CollateError(
-            f"{show(field.path)}: all {len(tensors)} lists of this batch are empty, and so have no "
-            "dtype: make tensors in the data set, such as torch.tensor(ids, dtype=torch.int64)"
+            f"{show(field.path)}: all {len(tensors)} lists of this batch are empty, so their dtype "
+            "is unknown: make tensors in the data set, such as torch.tensor(ids, dtype=torch.int64)"
         )
     return [
         t if t.numel() else model.new_empty(t.shape if value else (0, *model.shape[1:]))

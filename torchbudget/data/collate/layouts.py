@@ -175,14 +175,14 @@ class JoinedLayout(Layout):
         total = int(_rounded_up(_rounded_up(lengths, rule.multiple).sum(), rule.total_multiple))
         if total >= 2**31:
             raise CollateError(
-                f"{total} positions are more than the offsets, torch.int32, can count; make "
+                f"{total} positions are more than the offsets, of torch.int32, can count; make "
                 "smaller batches"
             )
         if rule.segments is not None and len(lengths) + (total > lengths.sum()) > rule.segments:
             raise CollateError(
-                f"{len(lengths)} samples in {lengths.sum()} of {total} positions are more than "
-                f"segments={rule.segments}: give PackCollate one more than max_batch_size of the "
-                "sampler or stream"
+                f"{len(lengths)} samples in {lengths.sum()} of {total} positions exceed "
+                f"segments={rule.segments}: state max_batch_size of the sampler or stream, and one "
+                "more as segments= of PackCollate"
             )
         shape = (1, total) if rule.in_row else (total,)
         return cls(shapes=lengths, length_axes=(0,), shape=shape, rule=rule)

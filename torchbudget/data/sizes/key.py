@@ -156,6 +156,6 @@ def check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], be
     if shape != expected:
         came, first = (f"a tuple of {s[0]}" if s else "an int" for s in (shape, expected))
         raise SizesError(
-            f"every sample has the same ragged axes: the size of sample {index} is {came}, "
-            f"of sample {before} {first}"
+            f"every sample must have the same ragged axes, but the size of sample {index} is "
+            f"{came}, of sample {before} {first}"
         )

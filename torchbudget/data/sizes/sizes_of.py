@@ -220,11 +220,11 @@ def check_first_axis(
         where = "sample" if field is None else f"sample[{field!r}]"
         others = [shape[axis] for shape in shapes]
         message = (
-            f"the sizes are the lengths of the first axis of {where}"
-            f"{f', {lengths[0]} for every sample' if is_same else ''}; but axis {axis} is "
-            f"{min(others)} to {max(others)} long, and the budget does not count it. Give a key "
-            f"of the axes that are ragged, as in {option}=lambda sample: {where}.shape[{axis}], or "
-            'a tuple of both; or tokenize without return_tensors="pt", which makes a batch of each '
+            "the sizes are the lengths of the first axis of "
+            f"{where}{f', {lengths[0]} for every sample' if is_same else ''}; but axis {axis} is "
+            f"{min(others)} to {max(others)} long, and the budget does not count it. Pass the "
+            f"ragged axes as a key, such as {option}=lambda sample: {where}.shape[{axis}], or a "
+            'tuple of both; or tokenize without return_tensors="pt", which makes a batch of each '
             "text"
         )
         if is_same:
@@ -349,12 +349,12 @@ def _load_sizes(path: Path, fingerprint: dict[str, Any]) -> Sizes | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001  (a broken file may raise anything)
-        logger.warning("measuring again: the cache of sizes %s is unreadable: %s", path, error)
+        logger.warning("reading all sizes again: the cache %s is unreadable: %s", path, error)
         return None
     differs = [name for name, value in fingerprint.items() if found.get(name) != value]
     if differs:
         logger.warning(
-            "measuring again: the cache of sizes %s is of another %s", path, ", ".join(differs)
+            "reading all sizes again: the cache %s is of another %s", path, ", ".join(differs)
         )
         return None
     return sizes

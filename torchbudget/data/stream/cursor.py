@@ -215,7 +215,7 @@ class StreamState:
         if len(named) != 1:
             several = f"; pass that of one rank of {named}" if named else ""
             raise StateError(
-                f"expected what BudgetedIterableDataset.state_dict() returned{several}"
+                f"expected the result of BudgetedIterableDataset.state_dict(){several}"
             )
         try:
             [plain] = state[named[0]]
@@ -227,7 +227,7 @@ class StreamState:
             wrong = [n for n in numbers if not (isinstance(n, dict) or (is_int(n) and n >= 0))]
             dealt = turn in range(dealing["workers"]) and len(cursors) in (1, dealing["workers"])
             if wrong or not dealt:
-                raise ValueError(f"{wrong} are no numbers from 0 on, or turn {turn!r} is of none")
+                raise ValueError(f"expected ints of at least 0, got {wrong}, or turn={turn!r}")
             return cls(cursors=cursors, dealing=dealing, turn=turn)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
@@ -237,7 +237,7 @@ class StreamState:
         if differs := _differences(self.dealing, dealing, _ORDER):
             raise StateMismatchError(
                 "the state belongs to another source or order, so its position means other "
-                f"samples: {differs}"
+                f"samples: {differs}; use the source and order of the state"
             )
 
     def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
@@ -260,10 +260,10 @@ class StreamState:
         differs = inside or _differences(saved, dealing, part)
         if differs and not self.is_beginning:
             raise StateMismatchError(
-                f"worker {slot.worker} of {slot.workers} cannot go on from a state of worker "
+                f"worker {slot.worker} of {slot.workers} cannot continue from a state of worker "
                 f"{saved['worker']} of {workers} after {cursor.rounds} micro-batches of a window: "
-                "other rules, ranks or workers need a window's boundary, and the same part of the "
-                f"source needs num_workers={workers}: {differs}"
+                "other rules, ranks or workers can continue only at the end of a window, and from "
+                f"the same part of the source, which needs num_workers={workers}: {differs}"
             )
         if cursor.to_come is None or workers == slot.workers:
             return cursor

@@ -316,16 +316,16 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if ranks < self.num_replicas and not known:
             raise OptionError(
                 f"each of {self.num_replicas} ranks reads its own part, so their numbers of "
-                "batches differ, and a rank would wait for the others forever: give "
-                "batches_per_epoch=…; or uneven=True, and end the loop with stop_together(loader)"
+                "batches differ, and the longest would wait forever: pass batches_per_epoch=…; or "
+                "uneven=True, and end the loop with stop_together(loader)"
             )
         if self._window < ranks:
-            raise OptionError(f"window={self._window} is below the number of ranks, {ranks}")
+            raise OptionError(f"window must be at least the {ranks} ranks, got {self._window}")
         if self._skip_failed and ranks > 1:
             raise OptionError(
-                f"on_error='skip' with {ranks} ranks that plan from one source: what fails on one "
-                "of them alone would be lost or come twice; use split='ranks', or drop such "
-                "samples in a transform that fails alike everywhere"
+                f"on_error='skip' cannot be used with {ranks} ranks that plan from one source: a "
+                "sample that fails on one of them alone would be lost or repeated; use "
+                "split='ranks', or drop such samples in a transform, the same on all ranks"
             )
 
     def __len__(self) -> int:
@@ -337,7 +337,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """
         Caller.find().check_length(epochs_differ=False)
         if self._batches_per_epoch is None:
-            raise TypeError("the length of a stream is known with batches_per_epoch only")
+            raise TypeError("a stream has a length only with batches_per_epoch=")
         return self._batches_per_epoch
 
     @property
@@ -354,8 +354,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         rules = self._rules
         if rules is None or not self._read.shapes:
             raise StateError(
-                "a stream reports the batches of a cost that a tracked loop has read, and none "
-                "came: loop over stream.tracked(loader) first"
+                "a report needs a stream with a cost, and batches that a tracked loop has read: "
+                "loop over stream.tracked(loader) first"
             )
         return self._read.report(rules, self.num_replicas, self.skipped_samples.oversize)
 
@@ -423,8 +423,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         inside = not tracked and progress.run > 0  # of an open run: the loop changes nothing
         if progress.loaded and self._start is None and not first:
             raise StateError(
-                "these workers had started before a state was loaded, or a tracked loop was broken "
-                "off: load it before the first loop over the DataLoader, or begin a tracked loop"
+                "these workers started before a state was loaded or a tracked loop was left: load "
+                "before the first loop over the DataLoader, or begin a tracked loop"
             )
         counts = not (tracked or inside)
         if counts:
@@ -443,9 +443,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             self._loaded = None
             if later and not ended:
                 raise StateError(
-                    f"set_epoch({loaded}) was called, and then a state was loaded that stands "
-                    f"within epoch {reader.standing.epoch}: choose that epoch, or do not load the "
-                    "state"
+                    f"set_epoch({loaded}) was called, and then a state within epoch "
+                    f"{reader.standing.epoch} was loaded: call set_epoch({reader.standing.epoch}), "
+                    "or do not load the state"
                 )
             if later or info is not None:
                 progress.begun = loaded
@@ -606,8 +606,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         in_worker, at = get_worker_info() is not None, self._present[0]
         if self._progress.ahead and not in_worker:
             raise StateError(
-                "workers of the DataLoader read ahead of its loop, so that it is unknown which "
-                "batches came: loop over stream.tracked(loader), use a StatefulDataLoader, or call "
+                "workers of the DataLoader prefetch batches, so the position of its loop is "
+                "unknown: loop over stream.tracked(loader), use a StatefulDataLoader, or call "
                 "set_epoch first"
             )
         if at is None:
@@ -689,8 +689,8 @@ def _rules_of(
     none = {name: signature(BudgetedIterableDataset).parameters[name].default for name in options}
     if options != none or oversize != "raise" or getattr(budget, "device", None) is not None:
         raise OptionError(
-            "a predicate alone decides what a batch contains: give None as the budget, or "
-            "MemoryBudget(host=…) for the look-ahead, and leave out oversize and what shapes "
-            f"batches otherwise, got {options}, {budget!r}, oversize={oversize!r}"
+            "a predicate alone decides what a batch contains: pass None as the budget, or "
+            "MemoryBudget(host=…) for the look-ahead, and leave out oversize and options of a "
+            f"cost, got {options}, {budget!r}, oversize={oversize!r}"
         )
     return None

@@ -109,8 +109,8 @@ def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         return collate_fn(samples)
     except StopIteration as error:
         raise SampleError(
-            f"collate_fn={collate_fn!r} raised StopIteration, which would end the epoch in "
-            "silence: it called next() on an iterator that has no more"
+            f"collate_fn={collate_fn!r} raised StopIteration, which would end the epoch without an "
+            "error: in it, call next(iterator, None)"
         ) from error
 
 

@@ -183,12 +183,12 @@ class Reader:
                 self._source.load_state_dict(copy.deepcopy(saved["source"]))
                 self._ahead = self._some(1)
             if [*map(_digest, self._ahead)] != ([saved["item"]] if "item" in saved else []):
-                raise StateMismatchError("the source does not go where its state says")
+                raise StateMismatchError("the source's load_state_dict restores another item")
         self.skip_to(cursor.checked)
         if self._read < cursor.checked:
             raise StateMismatchError(
-                f"the state is that after {cursor.start} items of the source, which has "
-                f"{self._read}: it is another source"
+                f"the state was saved after {cursor.start} items of the source, which has only "
+                f"{self._read}: pass the source of the state"
             )
 
     def place(self, position: int) -> tuple[int, int]:
@@ -240,7 +240,7 @@ class Reader:
         self.read_bytes += held
         if number < n and (most_bytes is None or held < most_bytes):
             if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
-                raise SampleError(f"{self._next} ended, {len(shard)} items were expected")
+                raise SampleError(f"{self._next} is missing: expected {len(shard)} items")
             self._next_shard()
         return items
 

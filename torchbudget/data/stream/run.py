@@ -132,8 +132,8 @@ class StreamRun(Run[StreamState]):
     def _take(self, came: Any) -> tuple[StreamState, Any]:
         if not isinstance(came, Sent):
             raise StateError(
-                "a batch came without its position: the stream's __iter__ must return what "
-                "super().__iter__() yields, one batch for each, as soon as it is called"
+                "a batch has no position: the stream's __iter__ must call super().__iter__() at "
+                "once, not with the first batch, and yield its batches one by one"
             )
         if self.last is self._first and self._stream._window_ranks > 1:
             check_same_samples(self._stream._ranks, came.worker, came.sizes)

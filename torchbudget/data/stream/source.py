@@ -213,10 +213,10 @@ class WebdatasetSource(Source):
         asks = self.split == "ranks" and any(s in (single_node_only, split_by_node) for s in stages)
         if asks and (rank, ranks) != (slot.rank, slot.ranks):
             raise OptionError(
-                f"webdataset takes this process for rank {rank} of {ranks}, and to the stream it "
-                f"is rank {slot.rank} of {slot.ranks}, so that samples would come twice, or never: "
-                "set RANK and WORLD_SIZE in the environment, which spawned workers need, or give "
-                "it a nodesplitter= of your own"
+                f"this process is rank {rank} of {ranks} to webdataset, but rank {slot.rank} of "
+                f"{slot.ranks} to the stream, so samples would be lost or repeated: set RANK and "
+                "WORLD_SIZE in the environment, which spawned workers need, or pass a "
+                "nodesplitter= of your own to webdataset"
             )
         for stage in stages:
             if isinstance(getattr(stage, "epoch", None), int):
@@ -246,8 +246,8 @@ def source_of(data: Any, split: Split | None, *, shuffle: bool, seed: int) -> So
             _kind_of(f"shard {number}", shard, is_shard=True)
     if kind is Indexed and split not in (None, "none"):
         raise OptionError(
-            f"split={split!r} says that each process gets a part of the source, but a map-style "
-            "data set is the same in all: leave it out, and each sample is read once"
+            f"split={split!r} is for sources that give each process a part, but a map-style data "
+            "set is the same in all: leave it out, and each sample is read once"
         )
     return kind(data, split, shuffle=shuffle, seed=seed)
 

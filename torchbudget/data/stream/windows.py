@@ -46,9 +46,9 @@ _FOR_A_THREAD: Final = (2, 64)
 _KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
 
 _OTHER: Final = (
-    "{} other sizes, or is cut in other places, than when the state was saved: the source, its "
-    "transforms, size= or the predicate changed, or the source gives other items each time; go on "
-    "with what it was, or start over"
+    "{} other sizes or cuts than when the state was saved: the source, its transforms, size= or "
+    "the predicate changed, or the source yields other items each time; use the same ones again, "
+    "or call set_epoch to start an epoch without the state"
 )
 
 # Its shard and its place there, the same in every process; the seed of its transforms' generators;
@@ -178,8 +178,8 @@ class Windows:
         if self._look_ahead is not None and sum(map(kept.add, samples)) > self._look_ahead:
             raise UnevenRanksError(
                 f"{len(uneven.samples)} samples fill the look-ahead of "
-                f"{format_bytes(self._look_ahead)}, and cannot be dealt evenly to "
-                f"{self._ranks} ranks: allow more bytes, or use fewer ranks"
+                f"{format_bytes(self._look_ahead)}, and cannot be split evenly over {self._ranks} "
+                "ranks: raise the look-ahead, or use fewer ranks"
             )
         return replace(uneven, samples=samples, following=buffered.following, sizes=None)
 
@@ -306,9 +306,9 @@ class Windows:
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
             raise SampleError(
                 f"the source has no samples for worker {slot.worker} of {slot.workers}, of {items} "
-                "items: use fewer workers where batches_per_epoch asks each for some. Do "
-                "transforms or skipping leave none? Or are its files missing, or is an iterator "
-                "inside it used up after one epoch? Open it in __iter__, or in the function"
+                "items: use fewer workers, check that files exist and that transforms or skipping "
+                "leave samples, and open iterators that end after one epoch in __iter__, or in the "
+                "function of a shard"
             )
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
@@ -391,7 +391,7 @@ class Windows:
                 check_cost(rules, sizes, largest)
                 self._has_checked_cost = True
             # Transforms make several samples of one item, or none, so that samples have no index.
-            called = f"sample {{}} of those that begin with item {first}".format
+            called = f"sample {{}} of the items from {first} on".format
             over = oversized(sizes, largest, rules, stream._oversize, called)
             if over.size:
                 self._stream._progress.skipped[self._slot.worker] += over.size, 0
@@ -406,7 +406,7 @@ class Windows:
         if not self._stream._skip_failed:
             raise samples
         if not self._warned:
-            _log.warning("%s; it is skipped, and others like it", samples)
+            _log.warning("%s; it is skipped, as later ones are without a warning", samples)
             self._warned = True
         self._stream._progress.skipped[self._slot.worker] += 0, 1
         return []
