@@ -68,7 +68,7 @@ def test_samples_that_stand_alone(options: Any) -> None:
             assert [len(list(sampler)) for sampler in those] == [n // 4] * 4
             continue
         for look in (len, list):
-            with pytest.raises(UnevenRanksError, match=r"dealt evenly to 4 .*drop_last=True"):
+            with pytest.raises(UnevenRanksError, match=r"split evenly over 4 .*drop_last=True"):
                 look(those[0])
         those = [sampler_of([50] * n, rank=r, drop_last=True, **options) for r in range(4)]
         assert [len(list(sampler)) for sampler in those] == [n // 4] * 4

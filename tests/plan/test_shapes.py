@@ -85,7 +85,7 @@ SIZES = np.arange(1, 41)
     [
         ({"max_shapes": 0}, "max_shapes must be an int of at least 1"),
         ({"max_shapes": "16"}, "max_shapes must be an int, or pairs"),
-        ({"max_shapes": [(1, 40), (1, 20)]}, "fewer rows the longer they are"),
+        ({"max_shapes": [(1, 40), (1, 20)]}, "the longer, the fewer rows"),
         ({"max_shapes": [(1, 41)], "size_multiple": 4}, "multiples of size_multiple=4"),
         ({"max_shapes": [(3, 40)]}, r"the shape \(3, 40\) of max_shapes needs 120 B"),
         ({"max_shapes": [(2, 40)], "max_batch_size": 1}, "2 samples of 1 samples"),
@@ -98,10 +98,10 @@ SIZES = np.arange(1, 41)
           "cost": PaddedCost(unit_bytes=(1, 1))}, "sizes of one axis, got sizes of 2 axes"),
         ({"max_shapes": [(1, 39)]}, r"over max_shapes alone.*size 40 is beyond the longest shape"),
         ({"max_shapes": [(1, 40), (2, 30), (3, 20)], "num_replicas": 3, "rank": 0,
-          "sizes": [4] * 10}, "cannot be dealt evenly to 3 ranks in rounds of one shape"),
+          "sizes": [4] * 10}, "cannot be split evenly over 3 ranks in rounds of one shape"),
         ({"max_shapes": 4, "groups": [0, 1] * 20, "samples_per_step": 20, "num_replicas": 2,
           "rank": 0}, "windows that mix groups"),
-        ({"max_shapes": 4, "units": (np.arange(40) // 2, "micro_batch")}, "neither units"),
+        ({"max_shapes": 4, "units": (np.arange(40) // 2, "micro_batch")}, "takes no units"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str) -> None:
@@ -137,7 +137,7 @@ def test_a_process_keeps_its_shapes_or_raises() -> None:
     assert sampler.replan() > 0
     state = sampler.state_dict()
     cost.observe(2, 40, 11 * 10**7)
-    with pytest.raises(OptionError, match="A process keeps the shapes that it began with"):
+    with pytest.raises(OptionError, match="a process keeps its shapes"):
         sampler.replan()
     assert sampler.shapes == ((2, 40), (4, 20))
     assert counted(sampler) == counted([list(range(40))])

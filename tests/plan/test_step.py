@@ -166,7 +166,7 @@ def test_a_report_of_a_step() -> None:
         ([], TOKENS, 10, {}, SizesError, "no samples"),
         ([-1], TOKENS, 10, {}, SizesError, r"sizes\[0\] is -1"),
         ([1], 3, 10, {}, OptionError, "cost must be a cost model"),
-        ([1], TOKENS, None, {}, BudgetError, "states at least one"),
+        ([1], TOKENS, None, {}, BudgetError, "must state at least one"),
         ([[1, 2]], TOKENS, 10, {}, SizesError, r"got \(N, 2\)"),
         ([1], TOKENS, 9, {"num_replicas": 0}, OptionError, "num_replicas must be an int of at"),
         ([1], TOKENS, 9, {"micro_batches_multiple": True}, OptionError, "must be an int"),

@@ -76,8 +76,8 @@ def _check_shapes(name: str, model: CostModel, padded: IntArray, budget: int) ->
     if axes not in (None, given):
         takes, came = ("(N,)" if number == 1 else f"(N, {number})" for number in (axes, given))
         raise SizesError(
-            f"the {name} takes sizes of the shape {takes}, got {came}: give it unit_bytes or "
-            "pair_bytes for every axis, and sizes_of(dataset, key) a field for each"
+            f"the {name} takes sizes of the shape {takes}, got {came}: pass unit_bytes or "
+            "pair_bytes for every axis, and a key with a field for each to sizes_of(dataset, key)"
         )
     many = np.full(len(padded), 1)
     _answer(f"{name}.batch_bytes", model.batch_bytes, many, padded, shape=many.shape)
@@ -88,7 +88,7 @@ def _answer(
     name: str, function: Callable[..., Any], *arguments: IntArray, shape: tuple[int, ...]
 ) -> None:
     shapes = ", ".join(str(argument.shape) for argument in arguments)
-    asked = f"{name}, asked with int64 arrays of the shapes {shapes},"
+    asked = f"{name}, called with int64 arrays of the shapes {shapes},"
     try:
         found = np.asarray(function(*arguments))
     except TorchBudgetError:

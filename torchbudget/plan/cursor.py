@@ -162,9 +162,7 @@ def _check(state: object, order: Plain) -> None:
     """
     if not isinstance(state, Mapping) or state.get("digest") != _digest(state):
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-        raise StateError(
-            f"expected what state_dict() returned, neither changed nor damaged; got {got}"
-        )
+        raise StateError(f"expected the unchanged result of state_dict(), got {got}")
     differing = "; ".join(
         f"{MEANING.get(name, name)}: saved {state['order'][name]!r}, now {order[name]!r}"
         for name in order

@@ -67,10 +67,10 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     if most > length and not ranks.repeats:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
-            f"{length} samples that need {int(micro_batches.max())} micro-batches "
-            f"cannot be dealt evenly to {ranks.number} ranks{multiples} without repeating or "
-            f"dropping one; use at least {most} samples, another number of ranks or a larger "
-            "budget; a sampler or stream can drop the rest (drop_last=True)"
+            f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be split "
+            f"evenly over {ranks.number} ranks{multiples} without repeating or dropping one; use "
+            f"at least {most} samples, another number of ranks or a larger budget; a sampler or "
+            "stream can drop the rest (drop_last=True)"
         )
     return rounds
 

@@ -66,7 +66,7 @@ def rounds_by_cost(
     if not len(sizes):
         return Rounds(places, [], [])
     if len(sizes) < ranks.number:
-        raise UnevenRanksError(f"{len(sizes)} samples for {ranks.number} ranks")
+        raise UnevenRanksError(f"{len(sizes)} samples are too few for {ranks.number} ranks")
     block = solve(rules, sizes[None], ranks, key, labels=labels)
     starts, stops = block.starts.tolist(), block.stops.tolist()
     return Rounds(places[block.samples], starts, stops, block.amounts(rules).tolist())
@@ -105,7 +105,7 @@ def rounds_by_predicate(
     number, length = ranks.number, len(order)
     target = -(-len(runs) // number) * number
     if target > length:
-        raise UnevenRanksError(f"{length} samples for {number} ranks")
+        raise UnevenRanksError(f"{length} samples are too few for {number} ranks")
     counts = np.array(runs, np.int64)
     starts = split_to(np.cumsum(counts) - counts, length, counts, target)
     stops = np.append(starts[1:], length)[: len(starts)]

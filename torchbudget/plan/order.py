@@ -80,7 +80,7 @@ class Order:
         of_unit = None if units is None else numbered("units", labels, len(table))[1]
         if whole and rules.batch_size_multiple > 1:
             raise OptionError(
-                "units that stay in one micro-batch decide its number of samples: leave "
+                "units that stay in one micro-batch set its number of samples: leave "
                 f"batch_size_multiple at 1, got {rules.batch_size_multiple}"
             )
         in_one = None if of_unit is None or not whole else Members.of(of_unit)
@@ -95,8 +95,8 @@ class Order:
                 mixed = np.flatnonzero(each != np.repeat(of_item, together.counts))
                 if mixed.size:
                     raise OptionError(
-                        f"a unit must be of one group: sample {together.members[mixed[0]]} is of "
-                        "another group than the first of its unit"
+                        "the samples of a unit must have one group: sample "
+                        f"{together.members[mixed[0]]} has another group than the first of its unit"
                     )
             if apart:
                 found = Members.of(of_item, skipped if together is None else NONE)
@@ -115,11 +115,11 @@ class Order:
         if self.weights is None:
             return
         if self.groups is not None or not self.labels.alike:
-            raise OptionError("weights draw single samples: leave groups and units out, or them")
+            raise OptionError("weights draw single samples: leave out groups and units, or weights")
         if not self.shuffle:
             raise OptionError("weights draw at random: they need shuffle=True, got shuffle=False")
         if np.ma.is_masked(self.weights):  # an array would have what is under the mask
-            raise OptionError("weights must be numbers, some are masked: fill them first")
+            raise OptionError("weights must be numbers, but some are masked: fill them first")
         try:
             weights = np.asarray(self.weights, np.float64).copy()
         except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor's graph
@@ -137,7 +137,7 @@ class Order:
             )
         weights = np.delete(weights, self.skipped)
         if not weights.any():
-            raise OptionError("no sample that can be drawn has a weight above 0")
+            raise OptionError("at least one sample that fits must have a weight above 0")
         # Weights are relative: their sum must not overflow.
         object.__setattr__(self, "_cumulative", np.cumsum(weights / weights.max()))
 

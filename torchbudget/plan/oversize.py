@@ -30,7 +30,7 @@ def check_oversize(oversize: object, rules: BatchRules | None = None) -> None:
         )
     if oversize == "alone" and rules is not None and rules.max_shapes is not None:
         raise OptionError(
-            "with max_shapes a sample that is over the budget has no shape: choose "
+            "with max_shapes no shape fits a sample that exceeds the budget: choose "
             "oversize='raise' or 'skip'"
         )
 
@@ -54,7 +54,7 @@ def skipped_samples(
         over = np.sort(units.samples(over))
     if over.size == len(sizes):
         raise OversizeError(
-            f"all {len(sizes):,} samples are over the budget alone: nothing would be left to draw"
+            f"all {len(sizes):,} samples exceed the budget alone, so none is left: raise it"
         )
     return over
 
@@ -101,7 +101,7 @@ def oversized(
     limit = rules.limits[exceeded[over[0]]]
     what = "the budget" if limit.name == "cost" else limit.name
     message = (
-        f"{over.size:,} of {number:,} {kind} are over {what} alone, the first at "
+        f"{over.size:,} of {number:,} {kind} exceed {what} alone, the first at "
         f"{called(int(over[0]))}"
     )
     if units is None:
@@ -128,5 +128,5 @@ def _needs(limit: Limit, padded: IntArray) -> str:
     except CostError as error:
         return f"has a cost that cannot be computed ({error})"
     if alone == MAX_BYTES:
-        return "is beyond the longest shape, or what was measured for the cost"
+        return "is larger than the largest shape, or the largest measured size"
     return f"needs {limit.text(alone)} of {limit.text(limit.amount)}"

@@ -123,7 +123,7 @@ class Plan:
         if window < number:
             name = "samples_per_step" if ranks.even_sums else "window"
             of = "" if order.units is None else f" units ({self.window_samples} samples)"
-            raise OptionError(f"{name}={window}{of} is below the number of ranks, {number}")
+            raise OptionError(f"{name} must be at least the {number} ranks, got {window}{of}")
         # A window can be impossible to deal evenly only where no two samples fit together or shapes
         # are few, and never if it has a multiple of the ranks' number.
         free = order.units is None and not rules.shapes
@@ -332,8 +332,8 @@ class Plan:
         fresh = not cursor.stop and cursor.groups is None
         if fresh and not any(one.end > one.start for one in stretches):
             raise OptionError(
-                f"drop_last=True leaves nothing of the epoch's {self.order.samples} samples: they "
-                "do not fill one step, or one micro-batch on each rank, nor do those of any group"
+                f"drop_last=True drops all {self.order.samples} samples of the epoch: they fill no "
+                "step, or no micro-batch on each rank, or no group does; pass drop_last=False"
             )
         return stretches
 
@@ -389,7 +389,8 @@ class Plan:
         if len(indices) < number and not self.ranks.repeats:
             raise UnevenRanksError(
                 f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
-                f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"
+                f"{self.ranks.number} ranks; use at most {len(indices)} ranks, or start the next "
+                "epoch"
             )
         sizes = self._sizes_at(indices)
         return indices, sizes.reshape(windows, -1, *sizes.shape[1:]), left

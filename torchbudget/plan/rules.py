@@ -137,8 +137,8 @@ class BatchRules:
         if self.packing is not None:
             if not isinstance(self.work, AdditiveCost):
                 raise OptionError(
-                    "packed batches do the work of their samples, one by one: balance must be a "
-                    f"PackedCost for them, got a {type(self.balance).__name__}"
+                    "the work of packed batches is the sum over their samples: balance must be a "
+                    f"PackedCost, got a {type(self.balance).__name__}"
                 )
             for limit in limits[1:]:
                 if limit.most is None and limit.summed is None:
@@ -170,8 +170,8 @@ class BatchRules:
         others = [limit.name for limit in limits[1:] if limit.most is None]
         if self.packing is not None or others or self.batch_size_multiple > 1:
             raise OptionError(
-                "max_shapes is for padded batches without batch_size_multiple and without limits "
-                f"but of numbers of samples, got a {type(self.cost).__name__}, {others}, "
+                "max_shapes is for padded batches, without batch_size_multiple and without limits "
+                f"other than numbers of samples, got a {type(self.cost).__name__}, {others}, "
                 f"batch_size_multiple={self.batch_size_multiple}"
             )
         if is_int(given):
@@ -183,8 +183,8 @@ class BatchRules:
             shorter = all(a < b and x > y for (a, x), (b, y) in pairwise(given))
         if not given or not shorter or any(length % self.size_multiple for _, length in given):
             raise OptionError(
-                "max_shapes must be an int, or pairs (n, L) such as those of best_shapes, which "
-                "have fewer rows the longer they are, and lengths that are multiples of "
+                "max_shapes must be an int, or pairs (n, L) such as those of best_shapes: the "
+                "longer, the fewer rows, and lengths that are multiples of "
                 f"size_multiple={self.size_multiple}; got {given!r}"
             )
         for (rows, length), limit in product(given, limits):
@@ -192,8 +192,8 @@ class BatchRules:
             if needed > limit.amount:
                 raise OptionError(
                     f"the shape ({rows}, {length}) of max_shapes needs {limit.text(needed)} of "
-                    f"{limit.text(limit.amount)} ({limit.name}): choose others by best_shapes. A "
-                    "process keeps the shapes that it began with"
+                    f"{limit.text(limit.amount)} ({limit.name}): choose others by best_shapes, in "
+                    "a new process, since a process keeps its shapes"
                 )
         return tuple(given)
 

@@ -145,7 +145,7 @@ class RoundWindow(SortedWindows):
             if number not in rows and most[which[start]] > number:
                 return [*starts[:-1], start] if number >= few else [*starts, start]
         raise UnevenRanksError(
-            f"{self.length} samples cannot be dealt evenly to {ranks} ranks in rounds of one "
-            f"shape: their number must be a multiple of {ranks}, or one shape have two rows more "
-            "than the next longer one; a sampler or stream can drop the rest (drop_last=True)"
+            f"{self.length} samples cannot be split evenly over {ranks} ranks in rounds of one "
+            f"shape: use a multiple of {ranks} samples, or a shape with two rows more than the "
+            "next longer one; a sampler or stream can drop the rest (drop_last=True)"
         )

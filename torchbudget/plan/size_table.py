@@ -18,7 +18,7 @@ _CHUNK: Final = 2**16
 # is bound by the cache, and the given array is often int64.
 _COPY_BYTES: Final = 2**25
 _LARGEST: Final = 2**48
-_OF_SAMPLES: Final = "sizes_of(dataset, …) takes them of samples"
+_OF_SAMPLES: Final = "sizes_of(dataset, …) reads them from samples"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class SizeTable:
         """
         if isinstance(sizes, np.ma.MaskedArray) and (masked := np.argwhere(sizes.mask)).size:
             # `asarray` would take the values under the mask.
-            raise SizesError(f"sizes[{masked[0, 0]}] is masked")
+            raise SizesError(f"sizes[{masked[0, 0]}] is masked: fill it first")
         try:
             values = np.asarray(sizes)
         except (ValueError, TypeError, RuntimeError) as error:

@@ -200,8 +200,9 @@ def _arranged(
     mixed = labels.groups is not None and ranks.number > 1
     if rules.shapes and (mixed or labels.units is not None or ranks.multiple > 1):
         raise OptionError(
-            "max_shapes goes with neither units nor micro_batches_multiple nor, on several ranks, "
-            "windows that mix groups, as with samples_per_step: all ranks have one shape at a time"
+            "all ranks must have one shape at a time: max_shapes takes no units, no "
+            "micro_batches_multiple and, on several ranks, no windows that mix groups, as "
+            "samples_per_step makes them"
         )
     if rules.packing is not None:
         return PackedWindow(sizes, rules, labels)
@@ -311,7 +312,7 @@ def _dealt_first(
         if not stay:
             return None
         raise UnevenRanksError(
-            f"{len(work)} units cannot be dealt evenly to {number} ranks: one rank's units have "
+            f"{len(work)} units cannot be split evenly over {number} ranks: one rank's units have "
             f"{min(map(len, mine)) if len(mine) == number else 0} samples, and another's need "
             f"{rounds} micro-batches; use more units, fewer ranks or a larger budget"
         )
