@@ -224,9 +224,9 @@ class TrainingState:
         for parameter in self.parameters():
             return parameter.device
         raise CostError(
-            "the step refers to no module and no optimizer: they are searched in its closure, "
-            "its globals and its object, and in what these refer to; let it refer to them, as in "
-            "def step(batch): loss_of(model, batch).backward(); optimizer.step(); …"
+            "the step refers to no module and no optimizer in its closure, its globals, its "
+            "object, or what these contain; let it refer to them, as in def step(batch): "
+            "loss_of(model, batch).backward(); optimizer.step(); …"
         )
 
     @contextmanager
@@ -397,7 +397,7 @@ def _check_room(num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CostError(
-            "while the step is run, the values of model and optimizer are kept in a file: "
+            "while the step runs, the values of model and optimizer are saved in a file: "
             f"{format_bytes(num_bytes)}, but {folder} has only {format_bytes(free)} free; set "
             "TMPDIR to a folder with more, or pass method='trace'"
         )

@@ -161,7 +161,7 @@ def test_what_is_no_shape_is_refused(shape):
 
 
 def test_an_optimizer_needs_a_module():
-    with pytest.raises(CostError, match="give module"):
+    with pytest.raises(CostError, match="pass module="):
         DenseCost.of((3,), (3,), optimizer=torch.optim.SGD)
 
 

@@ -24,7 +24,7 @@ from torchbudget.errors import CostError, OptionError
         ({"max_size": (3,) * 9}, "max_size must be"),
         ({"size_multiple": 1.5}, "size_multiple must be"),
         ({"size_multiple": 0}, "size_multiple must be"),
-        ({"budget": None}, "budget is needed"),
+        ({"budget": None}, "pass a budget that it must not exceed"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:

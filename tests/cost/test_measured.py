@@ -101,7 +101,7 @@ def test_what_was_reserved_before_a_step_is_no_surprise() -> None:
 def test_allocations_that_failed_raise_the_margin() -> None:
     """What such a step needed is unknown: each margin grows by 0.02, with one warning."""
     cost = measured(margin=0.01)
-    with pytest.warns(MeasureWarning, match="did not get the memory"):
+    with pytest.warns(MeasureWarning, match="ran out of memory"):
         cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, failures=1))
     once = cost.with_observed_margin().margin
     assert once > 0.03
@@ -138,8 +138,8 @@ def test_time() -> None:
 
 def test_a_traced_cost_is_cautioned_of() -> None:
     """Every sampler says that what only runs show is not in it."""
-    cost = measured(caution="buffers of kernels are not in it")
-    with pytest.warns(MeasureWarning, match="buffers of kernels"):
+    cost = measured(caution="workspaces of kernels are not counted")
+    with pytest.warns(MeasureWarning, match="workspaces of kernels"):
         MemoryBudgetBatchSampler([10] * 50, cost, "1MB")
 
 

@@ -96,7 +96,7 @@ def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.M
 
 def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, STEPS["linear"])
-    with pytest.raises(CostError, match=r"with one sample of size .*; the budget is 50 MiB"):
+    with pytest.raises(CostError, match=r"one sample of size .*; raise the budget, 50 MiB"):
         measure_cost(a_step, machine.make, max_size=64, method="run", budget=50 * MIB)
 
 

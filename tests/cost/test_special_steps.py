@@ -56,7 +56,7 @@ def test_an_integer_beside_a_table_that_grows() -> None:
 def test_arrays_are_looked_at_too() -> None:
     """A function that ignores what it is asked for is noticed in batches of NumPy's arrays."""
     step = full_step(lambda model, arrays: model(torch.from_numpy(arrays[0])))
-    with pytest.raises(CostError, match="make_batch ignores"):
+    with pytest.raises(CostError, match="make_batch must return n samples"):
         measure_cost(step, lambda *_: [np.ones((4, 8), np.float32)], max_size=99, method="trace")
 
 

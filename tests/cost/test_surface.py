@@ -236,7 +236,7 @@ def test_what_is_not_packed() -> None:
     n, size = nodes.make("symbol", 0), nodes.make("symbol", 1)
     square = nodes.make("Mul", n, n)
     for total in (size, square):
-        with pytest.raises(CostError, match="a packed batch must cost a constant and a share"):
+        with pytest.raises(CostError, match="a packed cost must be a constant plus a share"):
             measured(pieces=(piece(nodes, total),), largest=(99,)).packed()
     grid = Grid(((1, 9),), ((1, 2),) * 2, ((1.0, 1.0),) * 2, 2)
     with pytest.raises(CostError, match="interpolated"):

@@ -205,8 +205,8 @@ def test_nodes_and_edges() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda n, size: [frames(n, size), [1] * n], "structure differs"),
-        (lambda n, size: frames(n, size * size), "does not follow from n"),
+        (lambda n, size: [frames(n, size), [1] * n], "structure changes"),
+        (lambda n, size: frames(n, size * size), "depends on more than n"),
         (lambda n, size: frames(n, size).mT, "not contiguous"),
         (lambda n, size: [frames(n, size), 1.5 * size], "is no int"),
         (lambda *_: frames(4, 9), "does not depend"),
@@ -269,7 +269,9 @@ def test_a_loop_over_the_length_is_interpolated() -> None:
     step = training(forward, nn.Linear(16, 16))
     cost = measure_cost(step, frames, max_size=16, min_size=4, method="trace")
     tracer = Tracer(step, lambda shape: frames(*shape), TrainingState(step))
-    assert any("interpolated where no expression holds" in note for note in cost.notes)
+    assert any(
+        "interpolated between shapes that no symbolic trace covers" in note for note in cost.notes
+    )
     for shape in [(3, 4), (50, 13), (200, 9), (100, 16)]:
         peak = tracer.concrete(shape).peaks([shape])[0]
         assert -0.002 <= cost.batch_bytes(*shape) / peak - 1 <= 0.1
@@ -341,7 +343,7 @@ def test_a_leak_is_said() -> None:
         kept.append(layer(x).detach())
         return layer(x)
 
-    with pytest.warns(MeasureWarning, match="allocated when it ends: a leak"):
+    with pytest.warns(MeasureWarning, match="allocated: does it keep losses"):
         measure_cost(training(forward, nn.Linear(16, 16)), frames, max_size=64, method="trace")
     assert not kept
 

@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "cropped": (
         SizesError,
-        r"sample \d+ had the size \d+ when sizes were taken, and has \d+ now",
+        r"sample \d+ had the size \d+ when sizes were read, but has \d+ now",
         lambda: loader(Cropped(), step, "2GiB"),
     ),
     "stream": (SizesError, "BudgetedIterableDataset", lambda: loader(Stream(), step, 9)),
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "no budget": (
         BudgetError,
-        "a budget states at least one of device",
+        "a budget must state at least one of device",
         lambda: predict(MODEL, PAIRED, size="source"),
     ),
     "no loader": (

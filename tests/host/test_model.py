@@ -52,14 +52,14 @@ def test_everything_in_flight_counts(workers: int, prefetch: int, pins: bool) ->
 
 def test_workers_copy_the_objects_that_they_read() -> None:
     """All of the data set; never more than there is to copy."""
-    key, objects = "their copies of this process's objects", model(elements=100)
+    key, objects = "workers' copies of this process's objects", model(elements=100)
     assert dict(objects.needs(2, 1, pins=False).parts)[key] == 2 * 2 * 100
     assert dict(model(elements=1e9).needs(2, 1, pins=False).parts)[key] == 2 * 10_000
     assert key not in dict(model().needs(2, 1, pins=False).parts)
 
 
 def test_starting_workers_count_where_they_need_more_than_batches() -> None:
-    key = "workers while they start, beyond that"
+    key = "extra memory while workers start"
     large = model(replace(TRIAL, starting=100_000))
     later = 4 * (3 * PAGE + 100) + 2 * 700
     assert dict(large.needs(2, 1, pins=False).parts)[key] == 100_000 - later

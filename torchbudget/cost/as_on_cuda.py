@@ -102,19 +102,19 @@ class AssumedCuda:
         if self.expandable:
             return ""
         return (
-            "the cost was traced for CUDA with segments of fixed sizes, torch's default, which may "
-            "keep up to twice the bytes reserved: ask for expandable segments, as of "
-            "configure_allocators(), or set a hard limit with limit_device_memory"
+            "the cost was traced for torch's default segments of fixed sizes, which may reserve up "
+            "to twice the bytes in use: call configure_allocators() for expandable segments, or "
+            "limit_device_memory() for a hard limit"
         )
 
     def notes(self) -> list[str]:
         """The assumptions, for the report."""
         context, workspaces = format_bytes(CONTEXT_BYTES), format_bytes(self.workspace_bytes)
         assumed = (
-            f"predicted for CUDA, and compared with one card: storages in blocks of "
+            "predicted for CUDA, and checked on one card: storages in blocks of "
             f"{CUDA_BLOCK_BYTES} bytes, {context} for the context, {workspaces} for workspaces of "
             f"cuBLAS, {format_bytes(_SMALL_BYTES + _PAGE_BYTES)} and {self.scale - 1:.0%} for gaps "
-            "in expandable segments; workspaces of convolutions are not in it"
+            "in expandable segments; workspaces of convolutions are not counted"
         )
         return [assumed, *([self.caution] if self.caution else [])]
 
@@ -129,8 +129,8 @@ def check_not_recurrent(state: TrainingState) -> None:
     recurrent = next((part for part in parts if isinstance(part, nn.RNNBase)), None)
     if recurrent is not None:
         raise CostError(
-            f"a {type(recurrent).__name__} is run by cuDNN on CUDA, whose memory cannot be "
-            "predicted from a trace; run it on the device: method='run'"
+            f"on CUDA, cuDNN runs a {type(recurrent).__name__}, and a trace cannot predict its "
+            "memory; measure it on the device, with method='run'"
         )
 
 

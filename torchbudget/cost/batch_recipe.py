@@ -137,9 +137,9 @@ class Recipe:
         terms = np.array([_products(shape, self._powers) for shape in shapes], float)
         if np.linalg.matrix_rank(terms) < len(self._powers):
             raise UntraceableError(
-                "too few different sizes to tell how a batch follows from them"
+                "the samples have too few different sizes to derive a batch's shape from"
                 if number == len(kinds)
-                else "the batch's structure differs with its shape, as a list of n"
+                else "the batch's structure changes with its shape, as a list of n tensors does"
             )
         self._sizes: list[list[_Size]] = []  # of each leaf
         for leaves in zip(*every, strict=True):
@@ -151,10 +151,10 @@ class Recipe:
                 if one is None:
                     pairs = [*zip(shapes, column.astype(int).tolist(), strict=True)][:4]
                     raise UntraceableError(
-                        "a number in the batch does not follow from n and the padded size, as in "
+                        "a number in the batch depends on more than n and the padded size, as in "
                         + ", ".join(f"{shape}: {found}" for shape, found in pairs)
-                        + "; where another field of the samples is ragged, give its size as well, "
-                        "as in size=('audio', 'text')"
+                        + "; if another field of the samples is ragged, pass its size as well, as "
+                        "in size=('audio', 'text')"
                     )
             self._sizes.append([one for one in found if one is not None])
         varying = [any(any(one.weights[1:]) for one in sizes) for sizes in self._sizes]
@@ -206,12 +206,12 @@ def _numbers(leaf: Any, first: Any) -> tuple[int, ...]:
         if leaf.layout is not torch.strided or not leaf.is_contiguous():
             raise UntraceableError("the batch has a tensor that is not contiguous")
         if leaf.dim() != first.dim():
-            raise UntraceableError("a tensor's number of axes differs with the batch's shape")
+            raise UntraceableError("a tensor's number of axes changes with the batch's shape")
         return tuple(leaf.shape)
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return (leaf,)
     if isinstance(leaf, np.ndarray) and leaf.ndim == first.ndim and leaf.dtype.kind in "iufb":
         return tuple(leaf.shape)
     if isinstance(leaf, (float, complex, np.generic)) and leaf != first:
-        raise UntraceableError("the batch has a number that follows from the shape and is no int")
+        raise UntraceableError("a number in the batch depends on its shape and is not an int")
     return ()

@@ -332,7 +332,7 @@ class Covering:
             trace, limit = self._concrete.get((low, *size)), self._limit(size)
             try:
                 if trace is not None and trace.seconds * high > limit * low:
-                    raise UntraceableError("it would take too long")
+                    raise UntraceableError("the trace would take too long")
                 known[high] = value(high, limit)
             except UntraceableError:  # it loops over samples, or over their parts
                 self._ends[size] = low
@@ -403,11 +403,12 @@ class Covering:
         left = trace.left_at(shape)
         if left > 0:
             self.subject.warn(
-                f"a step leaves up to {format_bytes(left)} allocated when it ends: a leak?"
+                f"a step leaves up to {format_bytes(left)} allocated: does it keep losses or "
+                "outputs?"
             )
         if trace.assumed:
             self.subject.notes.append(
-                f"the step asked tensors for {trace.assumed} truth values; the trace assumes that "
+                f"the step branches on {trace.assumed} values of tensors; the trace assumes that "
                 "all of them are False"
             )
         if self.grid is not None:
@@ -417,9 +418,9 @@ class Covering:
             if self._ends:
                 known += f", {min(self._ends.values()):,} of some sizes"
             self.subject.notes.append(
-                f"interpolated where no expression holds{why}, for batches of {known}; the "
-                f"largest error on {self._num_held_out} other shapes, "
-                f"{self.grid.raised_share:.2%}, but no more than {most}, is added there"
+                f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
+                f"{known}; the largest error on {self._num_held_out} other shapes, "
+                f"{self.grid.raised_share:.2%} but at most {most}, is added there"
             )
 
 

@@ -134,7 +134,7 @@ class DenseCost(PaddedCost):
         )
         if module is None:
             if optimizer is not None:
-                raise CostError("an optimizer needs the module that it trains; give module")
+                raise CostError("optimizer= needs the module that it trains: pass module=")
             return cost(sample_bytes=host_sample_bytes)
         replica, sample_bytes, scratch_bytes = _traced(module, inputs, targets)
         trained = [p for p in replica.parameters() if p.requires_grad]
@@ -168,7 +168,7 @@ class DenseCost(PaddedCost):
         if budget.host is None:
             raise BudgetError("this budget does not limit the host; give MemoryBudget(host=…)")
         if not self.host_sample_bytes:
-            raise CostError("host_sample_bytes is not known; give it to say how many samples fit")
+            raise CostError("host_sample_bytes is unknown: pass it to count the samples that fit")
         return int(budget.host // self.host_sample_bytes)
 
     def largest_batch(self, budget: MemoryBudget | Amount) -> int:
@@ -185,8 +185,8 @@ class DenseCost(PaddedCost):
         if not reads:
             alone = int(max(self.fixed_bytes, self.floor_bytes))
             raise OversizeError(
-                f"a budget of {format_bytes(device_bytes)} ({device_bytes} bytes) fits no batch: "
-                f"the model alone needs {format_bytes(alone)} ({alone} bytes), and a read of "
+                f"raise the budget of {format_bytes(device_bytes)} ({device_bytes} bytes): the "
+                f"model alone needs {format_bytes(alone)} ({alone} bytes), and a read of "
                 f"{self.variants_per_read} adds {self.variants_per_read * self.sample_bytes} bytes"
             )
         return reads * self.variants_per_read
@@ -286,8 +286,8 @@ def _state_bytes(
             found[dtype] = max(each)
     except Exception as error:
         raise CostError(
-            "cannot find out the optimizer's state; give the number of states that it keeps per "
-            f"parameter, as in optimizer=2: {type(error).__name__}: {error}"
+            "the size of the optimizer's state is unknown; pass the number of states that it keeps "
+            f"per parameter, as in optimizer=2: {type(error).__name__}: {error}"
         ) from error
     return found
 
@@ -349,11 +349,11 @@ def _traced(
 
             state = TrainingState(step)
             if not parameters:
-                raise CostError("the module has no parameters to train")
+                raise CostError("the module must have parameters that require gradients")
             tracer = Tracer(step, make, state, complete=False)
             trace = tracer.symbolic(Recipe(make, [(2,), (3,), (5,)]), (7,))
             if trace.assumed:
-                raise CostError(f"on the meta device no tensor has a truth value; {_BY_HAND}")
+                raise CostError(f"meta tensors have no values to branch on; {_BY_HAND}")
             fixed = _nbytes([*state.tensors()])
             return replica, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
     except (UntraceableError, ValueDependentError) as error:
@@ -376,7 +376,7 @@ def _meta_copy(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         # Fused kernels (oneDNN, cuDNN) have workspaces that the meta device's plain cells do not:
         # an LSTM on a CPU was seen to take 2.4 times the bytes that are counted here.
-        raise CostError(f"a recurrent module needs what its device's kernel needs; {_BY_HAND}")
+        raise CostError(f"the memory of an RNN depends on its device's kernel; {_BY_HAND}")
     # A copy: what a forward stores in its module (a cached table, a recomputed weight) would stay
     # there, as meta tensors. With the memo, deepcopy takes these empty tensors instead of copying
     # the real ones.

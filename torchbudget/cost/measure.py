@@ -41,8 +41,8 @@ Method: TypeAlias = Literal["auto", "trace", "run"]
 # What the process has beside tensors is rounded up to this, so that a little more changes nothing.
 _ROUNDED_BYTES: Final = 2**26
 _UNSEEN_ON_CPU: Final = (
-    "the cost was traced, not run: buffers of kernels are not in it, which were seen to take up to "
-    "0.02 of the tensors' bytes in steps on text, and up to 0.7 in convolutions; "
+    "the cost was traced, not run: workspaces of kernels are not counted; they took up to 2% of "
+    "the tensors' bytes in steps on text, and up to 70% in convolutions; "
     "measure_cost(method='auto') measures them"
 )
 
@@ -137,14 +137,14 @@ def measure_cost(
     room = None if budget is None else MemoryBudget.of(budget).device
     if method != "trace" and room is None:
         raise CostError(
-            "budget is needed to run the step, which must not exceed it; or pass method='trace'"
+            "to run the step, pass a budget that it must not exceed; or pass method='trace'"
         )
     state = TrainingState(step)
     target = _target_of(device, state.device, method)
     subject = Subject(step, make_batch, domain, state, target)
     subject.checks.check_parameters(contents=method != "trace")
     if autocast_is_active():
-        subject.notes.append("measured inside an autocast, without its cache of casts")
+        subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
         subject.advance = stack.enter_context(
@@ -153,9 +153,9 @@ def measure_cost(
         cost = _measured(subject, method, room)
     for idle in subject.checks.idle_optimizers():
         subject.warn(
-            f"{type(idle).__name__} did not step in any measured step, while another optimizer "
-            "did: its state and the memory of its step are not in the cost; let the step step all "
-            "that training steps"
+            f"{type(idle).__name__} did not step in any measured step, but another optimizer did: "
+            "its state and the memory of its step are not in the cost; let the step call every "
+            "optimizer that training calls"
         )
     described = describe_step(step)
     if method == "trace" and target.type == "cuda":
@@ -226,7 +226,7 @@ def _target_of(
             "predicts its bytes from a trace of the model on the CPU"
         )
     if target.type != own.type:
-        raise CostError(f"device={str(device)!r}, but the step's parameters are on {own}")
+        raise CostError(f"device={str(device)!r} must be that of the step's parameters, {own}")
     return target
 
 
@@ -243,7 +243,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
             raise CostError(
                 "a CUDA context and the workspaces of libraries take "
                 f"{format_bytes(assumed.fixed_bytes)}, which leaves nothing of a budget of "
-                f"{format_bytes(room)}"
+                f"{format_bytes(room)}; raise it"
             )
         cost = ranks.of_first(partial(_traced, subject, room - assumed.fixed_bytes))
         return _on_cuda(subject, cost, assumed)
@@ -266,7 +266,7 @@ def _traced(subject: Subject, room: int | None) -> MeasuredCost:
     """The cost of traced bytes alone."""
     if subject.state.is_compiled:
         subject.notes.append(
-            "what is compiled was traced as eager code; only runs count it compiled"
+            "compiled functions were traced as eager code; only runs measure them compiled"
         )
     domain = subject.domain
     tracer = Tracer(
@@ -296,7 +296,7 @@ def _traced_if_possible(subject: Subject, room: int) -> MeasuredCost | None:
         subject.notes.append(f"only run, not traced: {error}")
         if isinstance(error, ValueDependentError):
             subject.notes.append(
-                "memory depends on values: it was measured on those that make_batch gives"
+                "memory depends on values of tensors: it was measured with those of make_batch"
             )
     return None
 
@@ -315,7 +315,7 @@ def _beside_tensors(subject: Subject) -> int:
 def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
     """The cost of traced bytes and of all else that the process has, where no step ran."""
     subject.notes += [
-        f"{format_bytes(beside)} are added for all else that the process had in memory",
+        f"{format_bytes(beside)} are added for all other memory of the process",
         _UNSEEN_ON_CPU,
     ]
     return replace(cost, offset=float(beside), caution=_UNSEEN_ON_CPU)

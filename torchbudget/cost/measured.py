@@ -239,15 +239,15 @@ class MeasuredCost:
         """
         if self.grid is not None:
             raise CostError(
-                "a packed batch must cost a constant and a share of each sample, but this step was "
-                "interpolated between shapes, which does not show what each sample costs"
+                "a packed cost must be a constant plus a share of each sample, but this step was "
+                "interpolated between shapes: state a PackedCost"
             )
         surface = self._surface
         points = np.stack([a.ravel() for a in np.meshgrid(*surface.levels, indexing="ij")], axis=1)
         if (surface.starts > 2).any() or surface.rows[:, 2].any():
             raise CostError(
-                "a packed batch must cost a constant and a share of each sample, but this step has "
-                "terms in n², or other expressions for many samples than for few"
+                "a packed cost must be a constant plus a share of each sample, but this step has "
+                "terms in n², or other terms for many samples: state a PackedCost"
             )
         options = packed_options(surface.rows, points)
         return _PackedMeasuredCost(**options, largest=self.largest)
@@ -297,7 +297,7 @@ class MeasuredCost:
         if first:
             needed = f"needed {format_bytes(peak.bytes)}"
             if peak.failures:
-                needed = "did not get the memory that it asked for"
+                needed = "ran out of memory"
             warn(
                 f"a step on {n} samples of size {size} {needed}, but {format_bytes(predicted)} "
                 "were predicted; sampler.replan() plans later batches with a larger margin, "
@@ -316,7 +316,7 @@ class MeasuredCost:
         margin = min(max(margin, observed.planned_margin), MOST_MARGIN)
         if margin <= self.margin:
             return self
-        note = f"the margin was {self.margin:.2%} before steps of training were observed"
+        note = f"the margin was {self.margin:.2%} before training steps were observed"
         notes = (*self.notes, note)
         return replace(self.with_margin(margin), notes=notes, _observed=_Observations())
 
@@ -385,11 +385,11 @@ class MeasuredCost:
         lines += [f"largest error, {label}: {error:+.3%}" for label, error in worst.items()]
         parts = [f"{format_bytes(size)} of {name}" for name, size in self.parts.items() if size]
         if self.offset:
-            parts.append(f"{format_bytes(round(self.offset))} beside tensors")
+            parts.append(f"{format_bytes(round(self.offset))} outside tensors")
         if parts:
             lines.append(f"in every peak: {', '.join(parts)}; the rest is the batch's activations")
         if self.scale > 1:
-            lines.append(f"scale: {self.scale:.3f} bytes in use for each traced one")
+            lines.append(f"scale: {self.scale:.3f} bytes in use for each traced byte")
         lines.append(f"margin: {self.margin:.3%}")
         lines.append(f"sizes: up to {' × '.join(map(str, self.largest))}")
         if self.room is not None:
@@ -405,8 +405,8 @@ class MeasuredCost:
         if self._observed.retries:
             lines.append(
                 f"note: in training, {self._observed.retries:,} allocations succeeded only after "
-                "the allocator's cache was flushed, which takes time; expandable segments, as of "
-                "configure_allocators(), or a smaller budget make them rare"
+                "the allocator's cache was flushed, which takes time; call configure_allocators() "
+                "for expandable segments, or lower the budget"
             )
         return "\n".join(lines)
 

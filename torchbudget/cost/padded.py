@@ -132,7 +132,7 @@ class _Quadratic:
                     slope = slope + pair * length[other]
             total = total + slope * length[axis]
         if total.size and not total.max() < _EXACT:
-            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
+            raise CostOverflowError("a sample costs 2**53 bytes or more: check the coefficients")
         items: IntArray = np.ceil(total).astype(np.int64)
         return items
 
@@ -150,7 +150,7 @@ class _Quadratic:
         # slack is what rounding can hide there.
         largest = np.asarray(number.astype(np.float64) * item)
         if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES - 4096):
-            raise CostOverflowError("this batch costs 2**63 bytes or more")
+            raise CostOverflowError("a batch costs 2**63 bytes or more: check the coefficients")
         total: IntArray = np.maximum(number * item + int(self.fixed_bytes), self._floor_bytes)
         return total
 
@@ -237,8 +237,8 @@ class PackedCost(_Quadratic, AdditiveCost):
         if self.total_multiple > 1:
             if self.axes > 1 or self.pair_bytes:
                 raise CostError(
-                    "total_multiple rounds the one length of a row, whose padding has no samples: "
-                    "it goes together with one axis and without pair_bytes"
+                    "total_multiple pads the total length of a packed batch: it needs sizes of one "
+                    "axis, and no pair_bytes"
                 )
             # So that all rows are compared in whole bytes, and longer ones never cost less.
             object.__setattr__(self, "unit_bytes", float(self._whole_unit))
@@ -331,9 +331,7 @@ class TableCost:
 
     def __post_init__(self) -> None:
         if not len(self.numbers) == len(self.sizes) == len(self.peak_bytes) > 0:
-            raise CostError(
-                "a table needs as many numbers and sizes as peaks, at least one of each"
-            )
+            raise CostError("numbers and sizes must be as many as peaks, and at least one")
 
     @property
     def axes(self) -> int:
@@ -389,8 +387,8 @@ def packed_options(rows: npt.NDArray[Any], sizes: IntArray) -> dict[str, Any]:
                 break
         if np.ptp(constant) or off > 1 + 1e-6 * each.max() or solved.min() < -1 - off:
             raise CostError(
-                "a packed batch must cost a constant and a share of each sample, in its size and "
-                "its square, but this step has terms without n, or of another kind"
+                "a packed cost must be a constant plus a share of each sample, linear in its size "
+                "and the square, but this step has other terms: state a PackedCost"
             )
         solved[solved < 1e-9 * each.max()] = 0  # rounding
         coefficients = solved / scales

@@ -75,7 +75,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     if subject.state.device.type == "cpu":
         if not trim_malloc():
             subject.notes.append(
-                "this C library keeps freed memory: the peak depends on the shapes before"
+                "this C library keeps freed memory: a peak depends on earlier shapes"
             )
         _warn_of_kernels(subject)
     with subject.state.restored(contents=True):
@@ -87,7 +87,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     runs.runner.empty_cache()  # or what was reserved would be taken for what the next step needs
     if runs.runner.not_finite:
         subject.warn(
-            "the step returned a loss that is not finite; does make_batch make a valid batch?"
+            "the step returned a loss that is not finite: check that make_batch makes valid batches"
         )
     return cost
 
@@ -97,9 +97,9 @@ def _warn_of_kernels(subject: Subject) -> None:
     parts = subject.state.parts()
     if not kernel_caches_are_stated() and any(isinstance(part, _CONVOLUTIONS) for part in parts):
         subject.warn(
-            "convolutions on the CPU keep compiled kernels for each new shape, up to those of "
-            "1,024, so that steps after many shapes may exceed the budget: call "
-            "configure_allocators() first in the script, here and where it trains"
+            "convolutions on the CPU keep compiled kernels of up to 1,024 shapes, so later steps "
+            "may exceed the budget: call configure_allocators() first in this script, and in that "
+            "of the training"
         )
 
 
@@ -305,13 +305,13 @@ class _Runs:
         except (LookupError, AttributeError, TypeError) as error:
             raise CostError(
                 f"the step raised {type(error).__name__}: {error}, on a batch of make_batch, which "
-                "must have all that the step reads, labels too"
+                "must have all fields that the step reads, labels included"
             ) from error
         if first.peak_bytes > self.room:
             raise CostError(
-                "model, gradients, optimizer state and all else in the process need "
-                f"{format_bytes(first.peak_bytes)} with one sample of size {smallest}; the budget "
-                f"is {format_bytes(self.room)}"
+                f"one sample of size {smallest} needs {format_bytes(first.peak_bytes)}, with "
+                "model, gradients, optimizer state and all other memory of the process; raise the "
+                f"budget, {format_bytes(self.room)}"
             )
         self.probes.append(first)
         return first
@@ -346,8 +346,8 @@ class _Runs:
 
     def _note_unreached(self, largest: Size) -> None:
         self.subject.notes.append(
-            f"no batch of the largest size, {largest}, was run: by the runs before, one sample "
-            "needs more than the budget"
+            f"no batch of the largest size, {largest}, was run: one sample of it is predicted to "
+            "exceed the budget"
         )
 
     def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
@@ -514,15 +514,15 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
     if reserve is None:
         reserve = room // 2
         subject.warn(
-            "batches of different shapes in turn do not fit the budget, although each of them "
-            "does: half of it is left free for gaps between blocks; ask for expandable segments, "
-            "as of configure_allocators(), before CUDA is first used"
+            "batches of different shapes in turn do not fit the budget, although each does alone: "
+            "half of it is left free for gaps between blocks; call configure_allocators(), for "
+            "expandable segments, before CUDA is first used"
         )
     figures = memory.source.figures()
     outside = format_bytes(memory.outside_bytes(figures))
     allocator = memory.source.allocator()
     subject.notes += [
-        f"{format_bytes(reserve)} are added for shapes that take turns: {allocator}",
+        f"{format_bytes(reserve)} are added for alternating shapes: {allocator}",
         f"outside torch's allocator this process uses {outside}: {memory.told_apart_by(figures)}",
     ]
     warn_of_kept(subject, memory)
@@ -564,15 +564,14 @@ def warn_of_kept(subject: Subject, memory: DeviceMemory | None) -> None:
     """
     if torch.backends.cudnn.benchmark:
         subject.warn(
-            "torch.backends.cudnn.benchmark is on: cuDNN tries its algorithms on every new shape, "
-            "with workspaces of any size, and keeps a plan of each; ragged batches have ever new "
-            "shapes, so set it to False, or give the sampler a coarse size_multiple"
+            "torch.backends.cudnn.benchmark is on: for every new shape, cuDNN tries algorithms "
+            "with workspaces of any size, and keeps a plan. Ragged batches often have new shapes: "
+            "set it to False, or give the sampler a coarse size_multiple"
         )
     graphs = 0 if memory is None else memory.source.graph_bytes()
     if graphs:
         subject.warn(
             f"CUDA graphs, or other memory pools, keep {format_bytes(graphs)} reserved, and more "
-            "for every new shape that is captured; the cost has those of the probed shapes at "
-            "most. Compile without mode='reduce-overhead', or give the sampler a coarse "
-            "size_multiple"
+            "for every new shape; the cost counts those of the measured shapes at most. Compile "
+            "without mode='reduce-overhead', or give the sampler a coarse size_multiple"
         )

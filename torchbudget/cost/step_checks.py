@@ -100,8 +100,8 @@ class StepChecks:
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not any(optimizer is one for one in self._state.optimizers):
                 raise CostError(
-                    f"the step steps an optimizer that it does not refer to, {type(optimizer)}, so "
-                    "that it could not be restored; let the step's function name it"
+                    f"the step calls an optimizer of type {type(optimizer)} that it does not refer "
+                    "to, so its state cannot be restored; let the step's function refer to it"
                 )
             with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
             self._stepped.update(with_gradients)

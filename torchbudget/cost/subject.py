@@ -72,7 +72,7 @@ class Domain:
         known = None if sizes is None else _sizes_array(sizes)
         if max_size is None:
             if known is None:
-                raise CostError("give max_size, or the data set's sizes")
+                raise CostError("pass max_size=, or the data set's sizes=")
             max_size = known.max(axis=0).tolist()
         largest = _rounded(_size_of("max_size", max_size), multiple)
         if min_size is not None:
@@ -234,8 +234,8 @@ class Subject:
         # Rows of the same total are the same tensors, one after the other.
         if [before[0] * one for one in before[1:]] != [n * one for one in size]:
             raise BatchError(
-                f"make_batch ignores what it is asked for: (n, size) = {before} and {shape} both "
-                f"gave tensors of the shapes {list(shapes)}"
+                f"make_batch must return n samples padded to size, but (n, size) = {before} and "
+                f"{shape} both gave tensors of the shapes {list(shapes)}"
             )
         return batch
 

@@ -116,7 +116,7 @@ class Surface:
         for axis in range(len(shape)):
             most = np.minimum.accumulate(most, axis=axis)
         if not found:
-            raise CostError("nothing is known of the step at any shape")
+            raise CostError("no shape of the step was measured")
         rows = np.array([row for _, _, row in found])
         rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
         rows[:, 1:] *= scale

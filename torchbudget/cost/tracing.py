@@ -273,8 +273,8 @@ class Tracer:
             if not traced.same(again, shape):
                 raise ValueDependentError(
                     "an integer that the step reads from a tensor, as in int(lengths.max()), "
-                    "becomes a shape or a number of turns, which a trace cannot know; take it from "
-                    "a shape, or measure_cost(method='run')"
+                    "becomes a shape or a loop count, and a trace has no values; take it from a "
+                    "shape, or use measure_cost(method='run')"
                 )
         return replace(traced, seconds=time.process_time() - begun)
 
@@ -609,9 +609,9 @@ def _ctc_loss(
     # Of lengths in a list, torch makes a tensor whose memory no mode can replace.
     if (targets.dim() == 1 and n > 1) or not isinstance(lengths, torch.Tensor):
         raise ValueDependentError(
-            "the memory of a CTC loss grows with its longest target, and a trace knows only what "
-            "targets are padded to: pass ctc_loss targets of shape (n, S), not one after another, "
-            "and tensors of lengths, not lists; or measure_cost(method='run')"
+            "the memory of a CTC loss grows with its longest target, and a trace has only padded "
+            "lengths: pass ctc_loss targets of shape (n, S), not concatenated, and lengths as "
+            "tensors, not lists; or use measure_cost(method='run')"
         )
     return log_probs.new_empty(n), log_probs.new_empty(n, turns, 2 * targets.shape[-1] + 1)
 
@@ -638,7 +638,7 @@ def _grouped_mm(
 def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> torch.Tensor:  # noqa: A002
     """The counts of as many values as are stated, where they are."""
     if not isinstance(minlength, torch.SymInt) and not minlength:
-        raise ValueDependentError("bincount without minlength has as many counts as the values say")
+        raise ValueDependentError("the shape of bincount depends on values: pass minlength")
     if weights is None:
         return input.new_empty(minlength)
     return input.new_empty(minlength, dtype=torch.float64)  # of float32, torch's own is float32

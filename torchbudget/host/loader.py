@@ -308,9 +308,9 @@ def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, An
     if type(batches) is not BatchSampler or not in_order:
         raise OptionError(
             f"loader cannot keep the order of a {type(batches).__name__} of a "
-            f"{type(sampler).__name__}: pass its data set and collate_fn=, with weights= and "
-            "batches_per_epoch= for draws with replacement, a Subset for a part of the data, and "
-            "nothing for ranks, which are asked of torch.distributed"
+            f"{type(sampler).__name__}: pass its data set and collate_fn=. For draws with "
+            "replacement, pass weights= and batches_per_epoch=; for a part of the data, a Subset; "
+            "ranks are read from torch.distributed"
         )
     options.setdefault("shuffle", is_random)
     options.setdefault("drop_last", given.drop_last)
@@ -351,7 +351,7 @@ def _less(budget: MemoryBudget, outputs: int) -> MemoryBudget:
         return budget
     if outputs >= budget.device:
         raise BudgetError(
-            f"the outputs take about {format_bytes(outputs)}, of a budget of "
+            f"the outputs of all samples take about {format_bytes(outputs)}, of a budget of "
             f"{format_bytes(budget.device)}: return less from the model, or call predict on parts "
             "of the data set"
         )
@@ -366,8 +366,8 @@ def _check_machine(budget: MemoryBudget, device: torch.device, ranks: Ranks) -> 
     pool = min(host_memory(), key=lambda one: one.limit_bytes)
     if here * budget.device > pool.limit_bytes:
         raise BudgetError(
-            f"the budget is that of one process: {here} ranks of {format_bytes(budget.device)} are "
-            f"more than {pool.name} has, {format_bytes(pool.limit_bytes)}; state at most "
+            f"the budget is for one process, but {here} ranks of {format_bytes(budget.device)} "
+            f"exceed {pool.name}, {format_bytes(pool.limit_bytes)}; state at most "
             f"{format_bytes(pool.limit_bytes // here)}"
         )
 

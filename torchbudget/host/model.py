@@ -283,11 +283,11 @@ class HostModel:
         starting = trial.starting - flight.peak(batches) - building if workers else 0
         parts = {
             "workers": workers * trial.private,
-            "their copies of this process's objects": workers * copied,
+            "workers' copies of this process's objects": workers * copied,
             "batches in flight": flight.peak(batches),
             "samples of batches that are being built": building,
             "pinned copies": flight.peak_pinned(batches) if pins else 0,
-            "workers while they start, beyond that": max(0, starting),
+            "extra memory while workers start": max(0, starting),
         }
         parts["margin"] = int(_MARGIN * sum(parts.values()))
         files = batches * len(flight.storages) if get_sharing_strategy() == "file_descriptor" else 0

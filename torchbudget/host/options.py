@@ -127,7 +127,7 @@ def loader_options(
     order: dict[str, Any] = {"batch_sampler": sampler_or_stream}
     if isinstance(sampler_or_stream, BudgetedIterableDataset):
         if dataset is not None or collate_fn is not None:
-            raise OptionError("a stream has its data set and its collate_fn: leave both out")
+            raise OptionError("a stream has a data set and a collate_fn of its own: leave both out")
         samples, order = sampler_or_stream, {"batch_size": None}
     loader = DataLoader(
         samples,
@@ -160,11 +160,11 @@ def loader_options(
     if over(0, 0):  # host bytes: without workers nothing is in /dev/shm or an open file
         needs = model.needs(0, 0, pins=False)
         raise BudgetError(
-            f"even without workers the loader needs more than the host's budget of "
-            f"{format_bytes(host)}: the smallest that would do is "
-            f"MemoryBudget(host={needs.total_bytes}), {format_bytes(needs.total_bytes)}. Free "
-            "memory, make micro-batches smaller (a sampler's limits=, a stream's max_batch_size=), "
-            f"let fewer samples wait (a stream's look_ahead=), or raise it:\n{needs.table(host)}"
+            "even without workers the loader needs more than the host's budget of "
+            f"{format_bytes(host)}: raise it to MemoryBudget(host={needs.total_bytes}), "
+            f"{format_bytes(needs.total_bytes)}, at least. Or free memory, make micro-batches "
+            "smaller (a sampler's limits=, a stream's max_batch_size=), or buffer fewer samples (a "
+            f"stream's look_ahead=):\n{needs.table(host)}"
         )
     workers = next((n for n in range(most, 0, -1) if not over(n, 1)), 0)
     prefetch = next((n for n in range(_PREFETCH, 0, -1) if workers and not over(workers, n)), 0)

@@ -149,10 +149,10 @@ class RealBatches:
             now, before = sizes_one_by_one([(index, sample)], self.key)[0], self.sizes[index]
             if np.any(now != before):
                 raise SizesError(
-                    f"sample {index} had the size {before.tolist()} when sizes were taken, and has "
+                    f"sample {index} had the size {before.tolist()} when sizes were read, but has "
                     f"{now.tolist()} now: a size must follow from the index alone. Crop and "
-                    "augment to other sizes in the step, or pass size=, a function that returns "
-                    "the largest size that a sample may have"
+                    "augment in the step, or pass size=, a function that returns the largest size "
+                    "that a sample may have"
                 )
             self._read[index] = sample
         return self._read[index]
@@ -221,8 +221,8 @@ def _found(fields: Sequence[_Field]) -> AxesKey:
     names = [key_of(one.path) for one in ragged if len(one.path) == 1] or [0, 1]
     raise SizesError(
         f"several fields are ragged, each in its own way ({candidates}): pass the one that the "
-        f"cost follows from, as in size={names[0]!r}; several, as in size={(*names[:2],)!r}; or "
-        "a function that returns the size of a sample"
+        f"cost depends on, as in size={names[0]!r}; several, as in size={(*names[:2],)!r}; or a "
+        "function that returns the size of a sample"
     )
 
 

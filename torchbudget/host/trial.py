@@ -147,7 +147,7 @@ class StreamBatches(Dataset[Any]):
             for batch in self._batches:
                 return self._convert(batch)
             self._batches = iter(self._stream)
-        raise OptionError("the data set yields no batch, so that the bytes of one are unknown")
+        raise OptionError("the data set yields no batch, so the bytes of a batch are unknown")
 
 
 def batch_bytes(batch: Any) -> tuple[tuple[int, ...], int]:
