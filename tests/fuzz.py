@@ -26,7 +26,7 @@ Result of `python tests/fuzz.py --cases 25`:
 
 Hardware: 2 cores of an Intel Xeon that other work shared, Python 3.11, torch 2.13.0 CPU.
 
-Refused samplers: samples cannot be dealt evenly, `drop_last` leaves nothing, no sample fits the
+Refused samplers: samples cannot be split evenly, `drop_last` leaves nothing, no sample fits the
 budget. Refused streams: they cannot be dealt to the ranks, or nothing is left of the source.
 """
 

@@ -58,8 +58,8 @@ class MemoryBudget:
             object.__setattr__(self, name, _parse(name, amount))
         if self.device is self.host is self.shared is None:
             raise BudgetError(
-                "a budget states at least one of device, host and shared, "
-                "for example MemoryBudget(device='8GiB')"
+                "a budget must state at least one of device, host and shared, for example "
+                "MemoryBudget(device='8GiB')"
             )
 
     @classmethod
@@ -164,12 +164,12 @@ class DeviceLimit:
 
     def __str__(self) -> str:
         if self.reserved_bytes is None or self.budget_bytes is None:
-            return f"{self.device}: not limited, since torch's allocator has no limit there"
+            return f"{self.device}: not limited: torch's allocator has no limit on this device"
         return (
-            f"{self.device}: torch's allocator may reserve {format_bytes(self.reserved_bytes)}, "
-            f"which with {format_bytes(self.outside_bytes)} outside it is the budget of "
-            f"{format_bytes(self.budget_bytes)}; what libraries and collectives allocate by "
-            "themselves later on is not limited"
+            f"{self.device}: torch's allocator may reserve {format_bytes(self.reserved_bytes)}: "
+            f"the budget of {format_bytes(self.budget_bytes)} less "
+            f"{format_bytes(self.outside_bytes)} in use outside it; what libraries and collectives "
+            "allocate later is not limited"
         )
 
 
@@ -204,7 +204,7 @@ def limit_device_memory(
     """
     budget_bytes = MemoryBudget.of(budget).device
     if budget_bytes is None:
-        raise BudgetError("the budget does not state the device's bytes, which are to be limited")
+        raise BudgetError("to limit the device, state its bytes: MemoryBudget(device=…)")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if is_cpu(device):
@@ -216,7 +216,7 @@ def limit_device_memory(
     if not room_bytes:
         raise BudgetError(
             f"{name}: this process uses {format_bytes(outside_bytes)} outside torch's allocator, "
-            f"which leaves nothing of a budget of {format_bytes(budget_bytes)}"
+            f"which leaves nothing of a budget of {format_bytes(budget_bytes)}; raise it"
         )
     return DeviceLimit(
         device=name,
@@ -235,7 +235,7 @@ def _parse(name: str, amount: Amount | None) -> int | None:
     except BudgetError as error:
         raise BudgetError(f"{name}: {error}") from None
     if num_bytes == 0:
-        raise BudgetError(f"{name}: {amount!r} holds nothing; leave it out, or None, for no limit")
+        raise BudgetError(f"{name} must be above 0 bytes, or None for no limit, got {amount!r}")
     return num_bytes
 
 
@@ -244,7 +244,7 @@ def _part(pool: MemoryPool, share: Fraction) -> int:
     part_bytes = math.floor(pool.usable_bytes * share)
     if part_bytes == 0:
         raise BudgetError(
-            f"nothing is left of {pool.name}: others use {format_bytes(pool.used_bytes)} of its "
-            f"{format_bytes(pool.limit_bytes)}; free some, or state the budget's bytes"
+            f"no memory is left of {pool.name}: {format_bytes(pool.used_bytes)} of its "
+            f"{format_bytes(pool.limit_bytes)} are in use; free some, or state the budget's bytes"
         )
     return part_bytes

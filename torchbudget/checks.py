@@ -52,7 +52,7 @@ def several(name: str, value: Any, kind: type[T]) -> list[T]:
     """One of a kind, a list or tuple of them, or `None`, as a list."""
     values = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(one, kind) for one in values):
-        raise OptionError(f"{name} must be of {kind.__name__}, one or several, got {value!r}")
+        raise OptionError(f"{name} must be one {kind.__name__} or a list of them, got {value!r}")
     return values
 
 
@@ -72,8 +72,8 @@ def check_call(call: Callable[..., Any], expected: str, *given: Any, **options: 
     except TypeError as error:
         hint = ""
         if "batch_size" in options:
-            hint = "; as many samples as fit make a batch: max_batch_size= caps them, and "
-            hint += "samples_per_step= sets those of an optimizer step"
+            hint = "; the budget sets the size of batches: max_batch_size= caps it, and "
+            hint += "samples_per_step= sets the samples of an optimizer step"
         raise OptionError(f"{error}; expected {expected}{hint}") from None
 
 
@@ -122,8 +122,8 @@ def shape_of(shapes: Sequence[tuple[int, int]], n: int, longest: int) -> tuple[i
         if rows >= n and length >= longest:
             return rows, length
     raise OptionError(
-        f"{n} samples of up to {longest} fit none of the shapes {list(shapes)} of the "
-        "sampler or stream: is it their batch?"
+        f"{n} samples of up to {longest} fit none of the shapes {list(shapes)} of the sampler or "
+        "stream: collate only batches that it has planned"
     )
 
 

@@ -219,7 +219,7 @@ def largest_of_all_ranks(ranks: int, *values: Any) -> list[Any]:
     """
     if not is_distributed() or torch.distributed.get_world_size() != ranks:
         raise OptionError(
-            f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
+            f"the {ranks} ranks must agree on a margin, but no process group joins them"
         )
     return [max(column) for column in zip(*gathered(values), strict=True)]
 
@@ -235,8 +235,8 @@ def gathered_of_all(value: T) -> list[T]:
         torch.distributed.monitored_barrier(group, timeout_of(group), wait_all_ranks=True)
     except RuntimeError as error:
         raise RankError(
-            "not all ranks came to share out samples: each must begin its loop over the same "
-            f"sampler or stream. Give num_replicas and rank to read on one alone. {error}"
+            "not all ranks have started to read: each must loop over the same sampler or stream. "
+            f"To read on one rank alone, pass num_replicas=1, rank=0. {error}"
         ) from error
     return gathered(value)
 

@@ -8,7 +8,7 @@ TorchBudgetError
 ├── SizesError           (ValueError)    sizes have a wrong shape, type or sign
 ├── OptionError          (ValueError)    an option, or a combination of options, is invalid
 ├── OversizeError        (ValueError)    one sample alone exceeds the budget
-├── UnevenRanksError     (ValueError)    samples cannot be dealt evenly to the ranks
+├── UnevenRanksError     (ValueError)    samples cannot be split evenly over the ranks
 ├── ShardedTwiceError    (RuntimeError)  a framework splits the batches of a rank again
 ├── StateError           (ValueError)    a state is malformed
 │   └── StateMismatchError               a state belongs to another dataset, order or version

@@ -85,7 +85,7 @@ class PieceFolder:
             found = json.loads(path.read_text())
             if differing := [name for name, one in self._key.items() if found.get(name) != one]:
                 raise StateMismatchError(
-                    f"{self._folder} is of another {', '.join(differing)}: {differing[0]} is "
+                    f"{self._folder} belongs to another {', '.join(differing)}: {differing[0]} is "
                     f"{self._key[differing[0]]!r}, was {found.get(differing[0])!r}; give another "
                     "folder, or remove this one"
                 )

@@ -111,7 +111,7 @@ def test_a_low_fill_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "sizes.npy", "--budget", "300", "--unit-bytes", "1"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "samples are over the budget alone" in err
+    assert "samples exceed the budget alone" in err
 
 
 def test_a_reader_that_goes_away() -> None:

@@ -119,7 +119,7 @@ def test_the_last_run_is_reported_and_checked(capsys: pytest.CaptureFixture[str]
     for old, new, expected in (
         ('"name":"device"', '"name":"machine"', "device: nothing was read"),
         ('"budget":{"device"', '"budget":{"host"', "host: nothing was read"),
-        ('"is_exact":true', '"is_exact":false', "host: shared pages could not be told apart"),
+        ('"is_exact":true', '"is_exact":false', "host: shared pages cannot be told apart"),
     ):
         Path("run.jsonl").write_text(Path("run.jsonl").read_text().replace(old, new))
         assert main(["report", "run.jsonl", "--check"]) == 1

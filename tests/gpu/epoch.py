@@ -113,7 +113,7 @@ def errors_of(training: Training, cost: MeasuredCost, budget: int, number: int =
     The prediction has what shapes in turn keep reserved beyond the largest of them; one step alone
     does not, so that it is added here.
     """
-    in_turn = next(note for note in cost.notes if "added for shapes that take turns" in note)
+    in_turn = next(note for note in cost.notes if "added for alternating shapes" in note)
     reserve = parse_bytes(in_turn.partition(" are added")[0])
     errors = []
     for n, size in itertools.islice(shapes_of(training, cost, budget), number):

@@ -273,7 +273,7 @@ def test_a_planned_step_is_the_trainers_own(head: Head, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("MixtralForCausalLM", {"output_router_logits": True}, "output_router_logits adds a loss"),
+        ("MixtralForCausalLM", {"output_router_logits": True}, "output_router_logits adds a load"),
         ("SegformerForSemanticSegmentation", {}, "batch normalisation sees micro-batches"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_device_is_not_read_where_torch_counts_nothing(gpus, monkeypatch, name
     else:
         gpus.backend = "cudaMallocAsync"
     for read in (TorchSource, lambda _: device_in_use(prefers_current=True)):
-        with pytest.raises(MachineError, match=f"with {named} torch allocates .* counts nothing"):
+        with pytest.raises(MachineError, match=f"with {named} torch bypasses .* unset it"):
             read("cuda")
 
 

@@ -94,7 +94,7 @@ def reasons_of(
     few_places = "units" in options or "max_shapes" in options
     uneven = mixed or few_places or not two_fit(sizes, cost, budget, options)
     return {
-        "cannot be dealt evenly": ranks > 1 and uneven,
+        "cannot be split evenly": ranks > 1 and uneven,
         f"too few for {ranks} ranks": few,
-        "drop_last=True leaves nothing": bool(options.get("drop_last")),
+        "drop_last=True drops all": bool(options.get("drop_last")),
     }

@@ -84,7 +84,7 @@ def _step(name: str) -> tuple[Callable[[Any], object], Callable[[int, Any], Any]
         raise OptionError(f"expected MODULE:FUNCTION, such as train:to_measure, got {name!r}")
     found = pkgutil.resolve_name(name)()
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(callable, found)):
-        raise OptionError(f"{name} must return the step and make_batch, returned {found!r}")
+        raise OptionError(f"{name} must return the step and make_batch, got {found!r}")
     return found
 
 

@@ -162,9 +162,9 @@ def _failed(run: MonitorReport) -> Iterator[str]:
     """Budgets that were exceeded, or that nothing or only a part was read to compare with."""
     budget = run.begin["budget"]
     for name in run.unread:
-        yield f"{name}: nothing was read that its budget could be compared with"
+        yield f"{name}: no reading can be compared with its budget"
     if "host" in budget and not run.end.get("is_exact", True):
-        yield "host: shared pages could not be told apart, and are left out: its peak was higher"
+        yield "host: shared pages cannot be told apart and are not counted: its peak was higher"
     for limit in run.limits:
         if limit.name in budget and limit.share > 1:
             used, amount = format_bytes(limit.used_bytes), format_bytes(limit.limit_bytes)

@@ -47,10 +47,10 @@ class HostedLoader:
             )
         if (source.num_replicas, source.rank) != (num_replicas, rank):
             raise OptionError(
-                f"the {type(source).__name__} has the batches of rank {source.rank} of "
-                f"{source.num_replicas}, and to the framework this process is rank {rank} of "
-                f"{num_replicas} that take batches of their own: pass "
-                f"num_replicas={num_replicas}, rank={rank}"
+                f"the {type(source).__name__} plans for rank {source.rank} of "
+                f"{source.num_replicas}, but to the framework this process is rank {rank} of "
+                f"{num_replicas} with batches of their own: pass num_replicas={num_replicas}, "
+                f"rank={rank}"
             )
         self.source = source
         self.loader: DataLoader[Any] = read_as_plain(loader)

@@ -58,8 +58,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         """
         if "dataloader_iter" in signature(self.trainer.lightning_module.training_step).parameters:
             raise OptionError(
-                "a training_step with dataloader_iter reads batches ahead by itself, so that it is "
-                "unknown which of them were trained on: take batch instead"
+                "a training_step with dataloader_iter prefetches batches, so the position of the "
+                "loop is unknown: take batch instead"
             )
         made = copy.copy(self.budget_loader())
         is_combined = hasattr(made, "flattened")  # a CombinedLoader
@@ -82,7 +82,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         if saved is None:
             if loop.restarting and progress.current.processed:
                 raise StateError(
-                    f"the checkpoint has no position of a {type(self).__name__} to go on from "
+                    f"the checkpoint has no position of a {type(self).__name__}, to continue "
                     "within an epoch: resume from one that was saved with this data module, or "
                     "load the weights alone"
                 )

@@ -81,8 +81,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         if getattr(getattr(self.model, "config", None), "output_router_logits", False):
             self.checks_weights = False
             warn(
-                "config.output_router_logits adds a loss of the experts' balance, which is no sum "
-                "over micro-batches: the mean of theirs counts, and weights are not checked",
+                "config.output_router_logits adds a load-balancing loss, which is not a sum over "
+                "samples: its mean over micro-batches is used, and weights are not checked",
                 TorchBudgetWarning,
             )
         if any(isinstance(part, _BatchNorm) for part in self.model.modules()):
@@ -183,7 +183,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             OptionError: the Trainer would gather batches of unequal sizes, which never ends.
         """
         if self.args.world_size > 1 and source_of(dataloader) is not None:
-            raise OptionError("several processes gather equal batches only: use predict instead")
+            raise OptionError("several processes evaluate equal batches only: use predict")
         return super().evaluation_loop(dataloader, *more, **options)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
@@ -219,12 +219,12 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         refused = {
             "a Trainer that does not read loss_is_scaled_for_ga, and would divide the loss again: "
             "update transformers": not hasattr(trainer, "loss_is_scaled_for_ga"),
-            "a loader of unequal epochs, as the Trainer needs as many steps in each: pass "
+            "a loader of unequal epochs, since the Trainer needs equally many steps in each: pass "
             "batches_per_epoch, or samples_per_step to a sampler": not is_even,
             "gradient_accumulation_steps with a sampler, whose plan has the steps: leave it at 1": (
                 self._is_planned and args.gradient_accumulation_steps != 1
             ),
-            "context or sequence parallelism: the mean of a shard has no share of the step": (
+            "context or sequence parallelism: a shard's mean loss has no weight in the step": (
                 trainer.get_cp_size() * trainer.get_sp_size() > 1
             ),
             "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
@@ -253,7 +253,7 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
             saved = state.stateful_callbacks.get(_KEY)
             if saved is None:
                 raise StateError(
-                    "trainer_state.json has no position to go on from: resume from a checkpoint "
+                    "trainer_state.json has no position to continue from: resume from a checkpoint "
                     "that was saved with BudgetTrainerMixin, or pass ignore_data_skip=True"
                 )
             self.go_to(of_this_rank(saved["ranks"]))
@@ -263,8 +263,8 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         left = self._length - done
         if self._is_planned and self._left() != left:
             raise OptionError(
-                f"epoch {self.source.epoch} has {self._left()} steps left, and the Trainer counts "
-                f"on {left}, by the first epoch's"
+                f"epoch {self.source.epoch} has {self._left()} steps left, but the Trainer expects "
+                f"{left}, as in the first epoch: pass batches_per_epoch"
             )
         item: list[Any] = []
         batches = super().__iter__()
@@ -329,8 +329,8 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     if (one - other).abs().max() > allowed:
         raise OptionError(
             f"{type(model).__name__} lets the samples of a row see each other: its outputs for one "
-            "sample have changed with the tokens of another. Use flash attention, or PadCollate. "
-            "Where positions are to mix, BudgetTrainerMixin takes checks_rows = False"
+            "sample changed with the tokens of another. Use flash attention, or PadCollate. If "
+            "positions shall mix, set checks_rows = False in the class of the Trainer"
         )
 
 
@@ -391,12 +391,12 @@ def check_weights(
     if not abs(summed - total * whole) <= total * rounding:
         share = (whole - second) / ((first - second) or nan)
         raise OptionError(
-            f"the loss of {type(model).__name__} is no mean over micro_batch_weight: of a "
-            f"micro-batch with the loss {whole:g}, its halves have {first:g} and {second:g}, and "
-            f"the first half a share of {weights[0] / total:.6g} by weight, of {share:.6g} by "
-            "loss. Override micro_batch_weight(self, batch) to return the number that the loss is "
-            "the mean over. No weight is right for a sum, for several denominators, or if samples "
-            "see each other or the padding. checks_weights = False leaves this check out"
+            f"the loss of {type(model).__name__} must be a mean over micro_batch_weight, but a "
+            f"micro-batch with the loss {whole:g} has halves with {first:g} and {second:g}: the "
+            f"first has a share of {weights[0] / total:.6g} by weight, of {share:.6g} by loss. "
+            "Override micro_batch_weight(self, batch) to return the number that the loss is the "
+            "mean over. No weight is right for a sum, for several denominators, or if samples see "
+            "each other or the padding. checks_weights = False leaves this check out"
         )
     return abs(first - second) > rounding
 

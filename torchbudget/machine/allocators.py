@@ -52,8 +52,8 @@ def configure_allocators() -> None:
         os.environ[_CUDA_NAMES[0]] = _CUDA_SEGMENTS
         if not has_expandable_segments():
             warn(
-                "CUDA is in use already, so that its allocator keeps the segments of fixed sizes "
-                "that it has; call configure_allocators() first in the script",
+                "CUDA is in use already, so its allocator keeps its segments of fixed sizes; call "
+                "configure_allocators() first in the script",
                 MeasureWarning,
             )
     remember_free_bytes()

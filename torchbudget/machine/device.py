@@ -102,8 +102,8 @@ def _check_counted() -> None:
         settings.append(f"backend:{backend}")
     if settings:
         raise MachineError(
-            f"with {settings[0]} torch allocates without its own allocator, which then counts "
-            "nothing, so that no use of a CUDA device can be read; leave it out"
+            f"with {settings[0]} torch bypasses its own allocator, so the use of a CUDA device "
+            "cannot be read; unset it"
         )
 
 
@@ -255,7 +255,7 @@ class DeviceMemory:
         if _is_counted(figures):
             return "as NVML counts this process"
         others = format_bytes(self._others_bytes)
-        return f"all that is in use but {others}, in use before this process had a context"
+        return f"all that is in use, except {others} from before this process had a context"
 
     def pool(self) -> MemoryPool:
         """Return the device as memory that this process shares with others.

@@ -95,7 +95,7 @@ class MemoryMonitor:
         replan_batches: int = 10,
     ) -> None:
         if replan is not None and not isinstance(replan.cost, MeasuredCost):
-            raise OptionError(f"only a measured cost is corrected, this is {replan.cost!r}")
+            raise OptionError(f"replan needs a cost of measure_cost, got {replan.cost!r}")
         amounts = {} if budget is None else asdict(MemoryBudget.of(budget))
         self._budget = {name: amount for name, amount in amounts.items() if amount is not None}
         if device is not None and not is_cpu(device):

@@ -16,7 +16,7 @@ from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 FORMAT: Final = 1
-_LOADING: Final = "start fewer workers, or lower prefetch_factor: each worker has as many batches"
+_LOADING: Final = "start fewer workers, or lower prefetch_factor: each prefetches that many"
 _SHARED: Final = f"{_LOADING}; or mount a larger /dev/shm (docker run --shm-size)"
 _PLANNING: Final = "lower the sampler's budget, or correct it: MemoryMonitor(…, replan=sampler)"
 _KILLS: Final = f"the kernel kills a process when it is full: {_LOADING}; or lower the budget"
@@ -151,7 +151,7 @@ class MonitorReport:
             used, most = format_bytes(limit.used_bytes), format_bytes(limit.limit_bytes)
             yield f"{limit.share:.0%} of the limit {limit.name}: {used} of {most}"
         for name in self.unread:
-            yield f"{name}: nothing was read that its budget could be compared with"
+            yield f"{name}: no reading can be compared with its budget"
         if self.batches:
             largest = max(batch["bytes"] for batch in self.batches)
             yield f"{len(self.batches):,} batches, the largest of {format_bytes(largest)}"
@@ -160,13 +160,13 @@ class MonitorReport:
             share = max(batch["bytes"] / batch["predicted_bytes"] for batch in predicted)
             yield f"batches took at most {share:.1%} of what was predicted"
         if not self.end:
-            yield f"no end was written: it was killed after {self.peak.time_s:.1f} s, or still runs"
+            yield f"no end was written: it was killed after {self.peak.time_s:.1f} s, or is running"
             return
         for name, text in _EVENTS.items():
             if self.end.get(name):
                 yield text.format(self.end[name])
         if not self.end["is_exact"]:
-            yield "shared pages could not be told apart, and are left out of the job's sum"
+            yield "shared pages cannot be told apart and are not in the job's sum"
         seconds, spent_s = self.end["time_s"], self.end["processor_s"]
         share = spent_s / seconds if seconds else 0.0
         yield f"{self.end['samples']:,} samples in {seconds:.1f} s, in {share:.2%} of a processor"

@@ -449,7 +449,7 @@ def wrapped(model: Scaled, how: str, draw: random.Random) -> tuple[nn.Module, nn
 # What a rank says that gives a step up, and what the others say.
 GIVEN_UP = {
     "sample": ("out of memory with one sample", "out of memory on another rank"),
-    "sum": ("out of memory where gradients are summed", "out of memory on another rank"),
+    "sum": ("out of memory while gradients were summed", "out of memory on another rank"),
     "batch": ("the forward changed batch[0] in place", "a batch was refused on another rank"),
 }
 
