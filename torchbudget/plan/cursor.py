@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-# A window is dealt anew in parts of so many samples: a state then has a bit for each sample of the
-# window, and a second one only for those of the part that was begun, 1.3 KB of text. Windows of
-# thousands of ranks have no more than 16 parts, or a part would not fill a batch of each rank.
+# Samples in a part, if a window is planned again. A state then has one bit for each sample of the
+# window, and a second bit only for samples of the unfinished part: 1.3 KB of text. A window has at
+# most 16 parts: with thousands of ranks, a smaller part would not fill a batch on each rank.
 PART: Final = 8192
 _MOST_PARTS: Final = 16
 
-# Natural numbers.
+# Fields of a state that are integers of at least 0.
 PLACE: Final = ("epoch", "first", "number", "start", "stop", "rounds", "done", "parts")
 _KEYS: Final = (*PLACE, "groups", "dealt", "left", "order", "dealing")
 

@@ -21,10 +21,10 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.plan.groups import NO_LABELS, Labels
 from torchbudget.plan.rules import BatchRules
 
-# Keys of a row from which a radix sort is the faster one: at 4,096 it takes 4 ns a key instead of
-# 16, at 64 it takes 7 instead of 2 (AMD EPYC, NumPy 2.4).
+# Rows with at least this many keys are faster by radix sort: 4 ns a key instead of 16 at 4,096
+# keys, but 7 instead of 2 at 64 (AMD EPYC, NumPy 2.4).
 _RADIX: Final = 512
-# Windows times samples of a micro-batch from which lockstep is faster, as measured.
+# Lockstep was measured faster if windows times samples per micro-batch are at least this.
 LOCKSTEP: Final = 800
 
 
@@ -157,7 +157,7 @@ class Windows(ABC):
         stops = at + np.minimum(runs, self.length - at)
         stops = ends[np.searchsorted(ends, stops, side="right") - 1]
         least = ends[np.minimum(np.searchsorted(ends, at, side="right"), len(ends) - 1)]
-        # A unit that is over the budget stands alone.
+        # A unit that exceeds the budget stands alone.
         shortened: IntArray = np.maximum(stops, least) - at
         return shortened
 
@@ -203,7 +203,7 @@ class SortedWindows(Windows):
             most = rules.rounded(rules.capacity(values, budget))
         if self.reach is None and self.units is None:
             return which.data, most.data
-        # Runs that keep a sum, or units, depend on each sample of them, so that each is a kind.
+        # A run with a sum, or with units, depends on each of its samples, so each sample is a kind.
         runs = np.minimum(most[which], self.length if self.reach is None else self.reach[row])
         return range(self.length), self.ended(np.arange(self.length), runs).data
 
@@ -271,7 +271,7 @@ class TiledWindows(Windows):
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`."""
-        # Both ways give the same: in lockstep each call of NumPy is on one sample of each window,
+        # Both ways return the same: in lockstep each call of NumPy is on one sample of each window,
         # otherwise on all samples of one window.
         if len(budgets) * self._usual >= LOCKSTEP:
             return [starts[starts < self.length] for starts in self._lockstep(budgets).T]

@@ -11,16 +11,16 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, Windows
 
-# Precision of a lowered budget, as a part of the budget.
+# Precision of a lowered budget, as a share of the budget: 1 / 2**11.
 _PRECISION: Final = 2**11
 _HALVINGS: Final = 12
-# Runs of the tail, one for each rank and distinct size, that are computed together: 4,096 ranks and
-# lengths up to 100,000 would take gigabytes.
+# Runs of the tail, one for each rank and distinct size, that are computed at once. All of them
+# would take gigabytes for 4,096 ranks and lengths up to 100,000.
 _RUNS_AT_ONCE: Final = 2**18
-# Budgets, from the lowest that gives few enough micro-batches to the whole one, under which the
-# micro-batches of the longest samples are cut: the most even one is found by trying.
+# Number of budgets that are tried for the micro-batches of the longest samples, from the lowest one
+# with few enough micro-batches to the whole budget. The most even result is used.
 _HEADS: Final = 3
-# Ranks whose costliest one is within this of the mean are even enough.
+# Ranks are even enough if the costliest one is within this factor of the mean.
 _EVEN: Final = 1.002
 
 
@@ -95,7 +95,7 @@ def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: i
     feasible = np.full(len(low), high)
     infeasible = low - 1
     middle = (infeasible + feasible) // 2
-    # A window that is done stays as it is, so that it does not depend on the others.
+    # A finished window stays as it is, so that it does not depend on other windows.
     while (wide := feasible - infeasible > precision).any():
         enough = np.array([*map(len, windows.cut(middle))]) <= target
         feasible = np.where(wide & enough, middle, feasible)
@@ -203,7 +203,7 @@ def level(
 
 
 class _Level:
-    """A head of micro-batches that are dealt, and a tail that fills the ranks up.
+    """A head of micro-batches that have their ranks, and a tail that fills the ranks up.
 
     Args:
         windows: windows that were cut.
@@ -250,7 +250,7 @@ class _Level:
         costliest = int(work[rounds].sum(axis=0).max())
         if costliest >= most:
             return None
-        # Rounds again: the g-th costliest of every rank.
+        # Round g again has the g-th costliest micro-batch of every rank.
         again = np.argsort(-work[rounds], axis=0, kind="stable")
         return costliest, starts, np.take_along_axis(rounds, again, axis=0)
 

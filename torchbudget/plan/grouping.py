@@ -18,7 +18,7 @@ from torchbudget.plan.solver import WindowKey, solve, without_last
 
 # `should_add(batch, sample)`; the batch holds at least one sample.
 ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
-_TILE: Final = 8  # samples of several axes that lie together if there is no cost to choose by
+_TILE: Final = 8  # samples of a strip, if there are several axes and no cost
 
 
 class Rounds(NamedTuple):

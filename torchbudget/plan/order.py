@@ -118,11 +118,11 @@ class Order:
             raise OptionError("weights draw single samples: leave out groups and units, or weights")
         if not self.shuffle:
             raise OptionError("weights draw at random: they need shuffle=True, got shuffle=False")
-        if np.ma.is_masked(self.weights):  # an array would have what is under the mask
+        if np.ma.is_masked(self.weights):  # asarray would read the values under the mask
             raise OptionError("weights must be numbers, but some are masked: fill them first")
         try:
             weights = np.asarray(self.weights, np.float64).copy()
-        except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor's graph
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: it has a graph
             raise OptionError(f"weights must be numbers: {error}") from error
         object.__setattr__(self, "weights", weights)
         if weights.shape != (self.dataset_length,):
@@ -184,7 +184,7 @@ class Order:
             # Words as floats in [0, 1), by their upper 53 bits.
             uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
             drawn = np.searchsorted(self._cumulative, uniform * total, side="right")
-            # Rounding may carry a draw onto the total itself: the last one of a positive weight.
+            # Rounding may move a draw to the total itself: take the last positive weight.
             last = np.searchsorted(self._cumulative, total, side="left")
             places = np.minimum(drawn, last).astype(np.int64)
         elif self.shuffle and groups is None:

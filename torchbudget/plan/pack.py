@@ -138,8 +138,8 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
     shares = parts / np.maximum(rooms, 1)[:, None]
     weights = shares.sum(axis=0) if work is None else work
     order = np.argsort(-weights, kind="stable")
-    # Amounts of all rooms are digits of one integer, each below a bit that no room reaches. What is
-    # left of a bin is compared by one subtraction: a digit that would fall below 0 loses that bit.
+    # The amounts under all rooms are digits of one integer, each below a guard bit. One subtraction
+    # compares an item with a bin's free space: a digit that would fall below 0 clears its bit.
     bits = max(rooms).bit_length()
     items = _joined(parts[:, order].tolist(), bits)
     least = _joined(np.minimum.accumulate(parts[:, order[::-1]], axis=1)[:, ::-1].tolist(), bits)
@@ -151,7 +151,7 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
     bin_of = list(range(opened))
     ready = [(weight, number) for number, weight in enumerate(weights[:opened])]
     heapq.heapify(ready)
-    # Bins that had no room for an item, by their share that is left, until a small one comes.
+    # Bins that had no room for an item, by their free share, until an item is small enough.
     parked: list[tuple[float, Any, int]] = []
 
     def free(number: int) -> float:

@@ -111,12 +111,12 @@ class Permutation:
         self._tables: list[IntArray] = []
         for round_ in range(rounds):
             length, modulus = (a, b) if round_ % 2 else (b, a)
-            # A half is reduced once, at the end. Until then round r reads a half that was added to
-            # (r + 1) // 2 times: the table goes on periodically for it.
+            # A half is reduced once, at the end. Until then round r reads a half after (r + 1) // 2
+            # additions, so the table continues periodically.
             periods = 1 + (round_ + 1) // 2
             self._tables.append(np.tile(scale(words[:length], modulus), periods))
             words = words[length:]
-        # The reduced halves, put together: looked up, because a remainder costs more.
+        # Tables that combine the reduced halves, since a lookup is faster than a remainder.
         self._rows = np.tile(np.arange(a) * b, 1 + (rounds + 1) // 2)
         self._columns = np.tile(np.arange(b), 1 + rounds // 2)
 
@@ -149,7 +149,7 @@ class Permutation:
         return self._walk(np.concatenate(parts))
 
     def _walk(self, elements: IntArray) -> IntArray:
-        """Elements that lie past n, sent on along their cycle until they do not, in place."""
+        """Follow the cycles of elements past n until they are below n, in place."""
         outside = np.flatnonzero(elements >= self._n)
         if outside.size:
             elements[outside] = self(elements[outside])

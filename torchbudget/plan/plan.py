@@ -38,13 +38,13 @@ from torchbudget.plan.solver import (
     without_last,
 )
 
-# Samples that one call plans: enough to drown the call's own time. Blocks of windows grow up to
-# that, so that the first micro-batch waits for one window only.
+# Samples that one call plans: enough to hide the overhead of the call. Blocks of windows grow up to
+# this, so the first micro-batch waits for one window only.
 _BLOCK_SAMPLES: Final = 2**18
 _WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
-# Samples whose capacities tell how many micro-batches a window will have.
+# Samples whose capacities are read to estimate the number of micro-batches in a window.
 _SURVEY: Final = 4096
-# Positions in a window: samples that cost nothing fit in any number, and 64 bits count them.
+# Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
 
@@ -113,7 +113,7 @@ class Plan:
         survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
         if window is None:
             each = float((1 / rules.alike(survey)).mean())
-            # Epochs that are not shuffled are alike anyway: there, no window is too wide.
+            # Epochs without shuffling are alike anyway, so no window is too wide for them.
             positions = order.samples if order.shuffle else 4 * order.samples
             window = default_window(number, positions=positions, micro_batches=each)
         self.window_samples = window
@@ -124,15 +124,15 @@ class Plan:
             name = "samples_per_step" if ranks.even_sums else "window"
             of = "" if order.units is None else f" units ({self.window_samples} samples)"
             raise OptionError(f"{name} must be at least the {number} ranks, got {window}{of}")
-        # A window can be impossible to deal evenly only where no two samples fit together or shapes
-        # are few, and never if it has a multiple of the ranks' number.
+        # A window that cannot be split evenly has few shapes, or no two samples that fit together.
+        # A multiple of the number of ranks can always be split evenly.
         free = order.units is None and not rules.shapes
         pairs = free and bool(rules.alike(sizes.largest) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
         self._last_is_even = number == 1 or (pairs and order.labels.groups is None)
         by_unit = order.units is not None and not order.labels.whole
         self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
-        # A pass is one part of windows in turn, or one of each group.
+        # A pass has one part, or one part for each group.
         self._parts = order.groups or Members(NONE, np.array([0, len(order)]))
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
         several = order.groups is None and order.labels.alike
@@ -232,7 +232,7 @@ class Plan:
             yield from self._spans_of_pass(cursor)
 
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
-        """The windows of a pass; where each is of one group, turns are drawn by what is left."""
+        """The windows of a pass. With groups, the next group is drawn by the samples left."""
         cursor, order = cursor.dealt_by(self), self.order
         begun, start = self._begun(cursor)
         stretches = self._stretches(cursor, start)
@@ -290,7 +290,7 @@ class Plan:
         *,
         end: int = 0,
     ) -> Span:
-        """Solve windows: the function of (seed, epoch, position) that everything else asks."""
+        """Solve windows: a function of (seed, epoch, position) that all other methods call."""
         order = self.order
         indices, sizes, left = self._samples(cursor, start, length, windows, left)
         if self.ranks.repeats and windows == 1:
@@ -298,7 +298,7 @@ class Plan:
             if most > len(indices):  # then no two samples share a micro-batch
                 indices = np.resize(indices, most)
                 sizes = self._sizes_at(indices)[None]
-        # Windows are counted over passes: those of a pass, those before, and these.
+        # Windows are numbered over all passes: earlier passes, earlier windows of this one, these.
         each, done = self._parts.counts, np.array(cursor.groups or [start])
         whole, before = (int((-(-positions // self.window)).sum()) for positions in (each, done))
         numbers = (cursor.first + cursor.number) * whole + before + np.arange(windows)
@@ -310,10 +310,10 @@ class Plan:
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
-    # ------------------------------------------------------------------ where windows lie
+    # ------------------------------------------------------------------ positions of windows
 
     def _end(self, part: int, start: int) -> int:
-        """The end of a part of a pass that goes on at `start`, less a step that is dropped."""
+        """The end of a pass's part that continues at `start`, without a step that is dropped."""
         end = int(self._parts.firsts[part + 1])
         if self.drop_last and self.ranks.even_sums:
             end -= (end - start) % self.window
@@ -338,7 +338,7 @@ class Plan:
         return stretches
 
     def _check(self, cursor: Cursor, stretch: Stretch, name: Any = None) -> None:
-        """Raise an `UnevenRanksError` where a window cannot be dealt evenly."""
+        """Raise an `UnevenRanksError` if a window cannot be split evenly over the ranks."""
         if self._last_is_even and not 0 < stretch.end - stretch.tail < self.ranks.number:
             return
         unsure = stretch._replace(start=stretch.tail) if self._all_are_even else stretch
@@ -399,7 +399,7 @@ class Plan:
         # The indices are in range by construction: "clip" spares NumPy checking each of them.
         return self.sizes.values.take(indices, axis=0, mode="clip")
 
-    # ------------------------------------------------------------------ what is left
+    # ------------------------------------------------------------------ samples and rounds left
 
     def left_of(self, cursor: Cursor) -> BoolArray | None:
         """Which positions of the window that a cursor stands in are still to come.
@@ -416,7 +416,7 @@ class Plan:
         return turns[1] >= cursor.rounds
 
     def _rounds_of(self, cursor: Cursor) -> IntArray:
-        """The round in which each position of a window comes, −1 where none does."""
+        """The round of each position of a window; −1 for a position in no round."""
         length = cursor.stop - cursor.start
         block = self._span(cursor, cursor.start, length, 1, cursor.left).block
         rounds = np.empty(len(block.samples), np.int64)
@@ -495,7 +495,7 @@ class Plan:
         rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, labels=labels)
         return int(rounds.sum())
 
-    # ------------------------------------------------------------------ what an epoch holds
+    # ------------------------------------------------------------------ contents of an epoch
 
     def batch_bytes(self, indices: IntArray) -> int:
         """Predicted bytes of a micro-batch of these samples."""

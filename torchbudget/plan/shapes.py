@@ -22,7 +22,7 @@ from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.rules import BatchRules
 
-# Lengths that are compared as those of shapes. 4,096 of them take up to 30 times as long and gain
+# Most lengths that are compared for shapes. 4,096 of them take up to 30 times as long and gain
 # less than 0.01 % of the batches (a million log-normal or uniform sizes, budgets of 2²⁰ and 2²⁴).
 _CANDIDATES: Final = 1024
 
@@ -47,7 +47,7 @@ def fitted(rules: BatchRules, sizes: npt.NDArray[Any], skipped: IntArray) -> Bat
     lengths, counts = np.unique(padded, return_counts=True)
     fits = np.minimum(rules.capacity(lengths, rules.budget_bytes), len(padded))
     fits = np.minimum.accumulate(fits)
-    # Of lengths of which as many fit, the longest takes the samples of all.
+    # Among lengths with equal capacities, the longest takes the samples of all.
     last = np.flatnonzero(np.append(fits[1:] < fits[:-1], True))
     chosen = last[_fewest_batches(np.cumsum(counts)[last], fits[last], number)]
     shapes = zip(fits[chosen].tolist(), lengths[chosen].tolist(), strict=True)
@@ -121,7 +121,7 @@ class RoundWindow(SortedWindows):
         starts = np.array(cut if self.length % ranks == 0 else self._uneven(cut, which, most))
         counts = np.diff(starts, append=self.length)
         rank = np.arange(ranks)
-        # Samples of earlier ranks in the round: they have one more while there are any.
+        # Samples of earlier ranks in the round: the first ranks share out the remainder.
         earlier = counts[:, None] // ranks * rank + np.minimum(counts[:, None] % ranks, rank)
         begins = starts[:, None] + earlier
         turn, of_rank = np.divmod(np.arange(self.length) - np.repeat(starts, counts), ranks)

@@ -49,7 +49,7 @@ class SizeTable:
                 (with its index).
         """
         if isinstance(sizes, np.ma.MaskedArray) and (masked := np.argwhere(sizes.mask)).size:
-            # `asarray` would take the values under the mask.
+            # `asarray` would read the values under the mask.
             raise SizesError(f"sizes[{masked[0, 0]}] is masked: fill it first")
         try:
             values = np.asarray(sizes)

@@ -329,7 +329,7 @@ def _dealt_first(
 
 
 def _in_rounds(window: Windows, rounds: int) -> IntArray:
-    """The starts of a number of runs; of others, where it needs more or has too few samples."""
+    """The starts of `rounds` runs; of more or fewer, if it needs more or has too few samples."""
     starts = window.even(rounds) if isinstance(window, PackedWindow) else None
     if starts is None:
         starts = window.cut(np.array([window.rules.budget_bytes]))[0]
@@ -435,7 +435,7 @@ def _in_parts(
     every = np.arange(sizes.shape[1])
     items = every if labels.units is None else labels.units
     firsts = np.flatnonzero(np.diff(items, prepend=-1))
-    # A multiple of the ranks' number can be dealt whatever the sizes; the last part has the rest.
+    # A multiple of the number of ranks splits evenly for all sizes; the last part has the rest.
     each = max(len(firsts) // parts // ranks.number, 1) * ranks.number
     blocks = []
     for at in np.split(every, firsts[each::each][: parts - 1]):
@@ -535,7 +535,7 @@ def without_last(
     windows = _arranged(sizes[None], rules, strips, labels)
     starts = windows.cut(np.array([rules.budget_bytes]))[0]
     stops, own = np.append(starts[1:], len(sizes)), windows.sizes[0]
-    # The micro-batches with as many samples more as they may have, the smallest of the window.
+    # Each micro-batch is filled up to its multiple, with copies of the window's smallest sample.
     more = np.cumsum(rules.batch_size_multiple - (stops - starts) % rules.batch_size_multiple)
     added = np.repeat(stops, np.diff(more, prepend=0))
     grown = np.insert(own, added, sizes.min(axis=0), axis=0)
