@@ -22,7 +22,7 @@ from torchbudget.units import format_bytes
 
 # torch's allocator on CUDA rounds each storage up to this.
 CUDA_BLOCK_BYTES: Final = 512
-# What a process has on a device outside torch's allocator: the context (610 MiB on an H200 with
+# Bytes of a process on a device outside torch's allocator: the context (610 MiB on an H200 with
 # CUDA 13), and libraries with their kernels (742 to 766 MiB after steps of 14 models). It differs
 # between devices and drivers; a run on the device measures it.
 CONTEXT_BYTES: Final = 768 * 2**20
@@ -50,7 +50,7 @@ def _accumulator(arguments: tuple[Any, ...]) -> torch.Tensor:
 
 
 _ATEN: Final = torch.ops.aten
-# Tensors that kernels of CUDA allocate while they run, and fake ones do not. SoftMax.cu multiplies
+# Tensors that CUDA kernels allocate while they run, and fake kernels do not. SoftMax.cu multiplies
 # the gradient by the output before it sums. The backward of fused attention sums the gradient of
 # the query in float32: on an H200 it took 4.03 and, in bfloat16, 5.03 times the query's bytes,
 # three of which are the gradients.

@@ -125,11 +125,11 @@ class Recipe:
 
     def __init__(self, make: Callable[[Shape], Any], shapes: Sequence[Shape]) -> None:
         batches = [make(shape) for shape in shapes]
-        # An axis of one size is a number, as all that is on it.
+        # On an axis with one size only, every coordinate is a number, not a symbol.
         ends = [(0, 1) if len({*column}) > 1 else (0,) for column in zip(*shapes, strict=True)]
         self._powers = list(product(*ends))
         kinds = [tuple(map(type, leaves_of(batch))) for batch in batches]
-        # Fields that happen to be equally long may share what a batch knows of them.
+        # Fields that are equally long by chance may share their lengths in the batch.
         [(kind, number)] = Counter(kinds).most_common(1)
         shapes = [shape for shape, one in zip(shapes, kinds, strict=True) if one == kind]
         every = [leaves_of(one) for one, its in zip(batches, kinds, strict=True) if its == kind]
@@ -146,7 +146,7 @@ class Recipe:
             columns = np.array([_numbers(leaf, leaves[0]) for leaf in leaves], float).T
             found = [_size_of(terms, column) for column in columns]
             if None in found and isinstance(leaves[0], np.ndarray):
-                found = []  # it stays that of one batch: concrete traces show whether it counts
+                found = []  # it keeps one batch's value: concrete traces show whether that matters
             for one, column in zip(found, columns, strict=False):
                 if one is None:
                     pairs = [*zip(shapes, column.astype(int).tolist(), strict=True)][:4]

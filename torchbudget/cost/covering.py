@@ -21,22 +21,23 @@ from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
 from torchbudget.units import format_bytes
 
-# Shapes that are drawn to see what pieces hold.
+# Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
-# Pieces that each hold so little of the domain are given up after so many: loops and chunks.
+# After this many pieces that cover less than this share of the domain, no more are traced: the step
+# has loops or chunks.
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
 _MOST_PIECES: Final = 8
-# Samples up to which traces are compared; with a budget, more where they fit.
+# Most samples in traces that are compared; with a budget, more if they fit.
 _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
 # The first pieces are compared with concrete traces: a decomposition of an LSTM was 9 % too low at
 # large shapes.
 _VERIFIED: Final = 2
-# A grid is refined while the middle of a cell is further off than this, until time is up.
+# A grid is refined while the error in the middle of a cell exceeds this, until time is up.
 _OFF: Final = 0.01
 _MOST_SECONDS: Final = 60.0
-# In a column, each number of samples is at least so many times the one before: a limit of time.
+# Least ratio of consecutive numbers of samples in a column, which limits the time.
 _NEAR: Final = 1.5
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
 # samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
@@ -47,7 +48,7 @@ _LEAST_SECONDS: Final = 0.5
 # too low elsewhere; with 24, that of an LSTM was raised by 0.4 %, and was 1.0 % too low.
 _HELD_OUT: Final = 64
 _LEAST_HELD_OUT: Final = 12  # where time is up
-# Peaks of up to so many samples are looked for: other sums may be the peak there.
+# Numbers of samples that are searched for other peaks: another sum may be the largest there.
 _MANY: Final = 2**20
 
 
@@ -130,7 +131,7 @@ class Covering:
         weights, poor = np.log(shapes).sum(axis=1), 0
         while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
             inside = np.flatnonzero(left)
-            # The middle of what is left: its branches are likely those of many shapes.
+            # The middle of the remaining shapes: its branches are likely those of many shapes.
             middle = shapes[inside[np.argsort(weights[inside])[len(inside) // 2]]]
             trace = self._piece_at(recipe, _distinct(tuple(middle.tolist()), shapes[inside]))
             if trace is None:
@@ -174,7 +175,7 @@ class Covering:
         }  # fmt: skip
 
     def _verify(self, trace: Trace) -> None:
-        """Compare with concrete traces at the largest and the middle of the shapes that it holds.
+        """Compare a piece with concrete traces, at its largest and its middle shape.
 
         An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
         """
@@ -210,7 +211,7 @@ class Covering:
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
-            # Of conditions that are each harmless, one shape is enough.
+            # One shape is enough to test conditions that are each harmless.
             known = len(one) > 1 and all((k,) in self._harmless[-1] for k in one)
             chosen = dict.fromkeys(mine[[-1] if known else [-1, 0]].tolist())
             tested = {self._limited(tuple(shapes[k].tolist())) for k in chosen}
@@ -227,7 +228,7 @@ class Covering:
         return shape if trace is not None and trace.failed([limited]).any() else limited
 
     def _at(self, shape: Shape, most_seconds: float = math.inf) -> int:
-        """The bytes of a concrete trace; where none can have the shape, of the next larger one."""
+        """The bytes of a concrete trace; of the next larger shape, if no batch has this one."""
         shape = self.subject.domain.occurring(shape)
         if shape not in self._concrete:
             self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
@@ -239,7 +240,7 @@ class Covering:
     # The grid.
 
     def _make_grid(self, recipe: Recipe | None, left: IntArray) -> None:
-        """Trace columns, and more of them where the one between two is predicted badly."""
+        """Trace columns, and further ones between two that predict their middle badly."""
         self._deadline = time.process_time() + _MOST_SECONDS
         domain = self.subject.domain
         count = {1: 5, 2: 3}.get(domain.axes, 2)
@@ -270,7 +271,7 @@ class Covering:
             outlier = self._hold_out(grid, left)
             if self.grid.raised_share <= _OFF or not self._has_time():
                 break
-            # It would raise others, too: it becomes a node.
+            # It would raise other shapes, too, so it becomes a node.
             self._column(outlier[1:], outlier[0])
             sizes = [sorted({*one, new}) for one, new in zip(sizes, outlier[1:], strict=True)]
 

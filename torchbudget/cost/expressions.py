@@ -139,7 +139,7 @@ class Expressions:
         return [values[at] for at in wanted]
 
     def _needed(self, wanted: Sequence[int]) -> list[int]:
-        """The nodes that the wanted ones are made of, in their order."""
+        """The nodes that the wanted nodes depend on, in their order."""
         needed = set(wanted)
         for at in range(max(needed, default=-1), -1, -1):
             if at in needed and self.nodes[at][0] not in ("int", "float", "symbol"):
@@ -177,7 +177,7 @@ class Expressions:
     def _highest(
         self, n: float, sizes: npt.NDArray[Any], wanted: Sequence[int]
     ) -> list[npt.NDArray[Any]]:
-        """The most that the wanted ones can be at `n`: what rounds n is bounded, not evaluated."""
+        """Upper bounds of the wanted nodes at `n`: roundings of n are bounded, not evaluated."""
         columns = [np.full(len(sizes), n), *sizes.T]
         values: dict[int, tuple[Any, Any]] = {}  # the least and the most
         moving: set[int] = set()  # with n
@@ -211,7 +211,7 @@ def _check(node: Node, at: int) -> None:
         raise UntraceableError(f"no rule to evaluate the operation {node!r:.200}")
 
 
-# Operations that round: the one without, and the most that rounding takes and adds.
+# Operations that round: the operation without rounding, and the most that rounding changes it.
 _ROUNDED: Final = {
     "FloorDiv": ("IntTrueDiv", -1, 0),
     "CleanDiv": ("IntTrueDiv", 0, 0),
@@ -226,7 +226,7 @@ _RISING: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "
 
 
 def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
-    """The least and the most of an operation, of those of its arguments."""
+    """The bounds of an operation, from the bounds of its arguments."""
     name, taken, added = _ROUNDED.get(name, (name, 0, 0))
     if name not in _RISING:
         raise UntraceableError(f"{name} of the number of samples is no polynomial of it")

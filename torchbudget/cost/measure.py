@@ -38,7 +38,7 @@ from torchbudget.units import format_bytes
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
 
-# What the process has beside tensors is rounded up to this, so that a little more changes nothing.
+# The process's memory outside tensors is rounded up to this, so that small changes do not count.
 _ROUNDED_BYTES: Final = 2**26
 _UNSEEN_ON_CPU: Final = (
     "the cost was traced, not run: workspaces of kernels are not counted; they took up to 2% of "
@@ -212,7 +212,7 @@ def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:
 def _target_of(
     device: str | torch.device | None, own: torch.device, method: Method
 ) -> torch.device:
-    """The device that the step is to run on: that of its parameters, or CUDA where it is predicted.
+    """The device that the step will run on: that of its parameters, or CUDA if it is predicted.
 
     Raises:
         CostError: the parameters are on another device, or there is none.
@@ -247,7 +247,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
             )
         cost = ranks.of_first(partial(_traced, subject, room - assumed.fixed_bytes))
         return _on_cuda(subject, cost, assumed)
-    # What a process has beside its tensors is the same on all ranks: the first one's.
+    # All ranks use the first rank's memory outside tensors.
     beside = ranks.of_first(partial(_beside_tensors, subject))
     left = max(room - beside, 1)
     if method == "trace":
@@ -313,7 +313,7 @@ def _beside_tensors(subject: Subject) -> int:
 
 
 def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
-    """The cost of traced bytes and of all else that the process has, where no step ran."""
+    """The cost of traced bytes and of all other memory of the process, if no step ran."""
     subject.notes += [
         f"{format_bytes(beside)} are added for all other memory of the process",
         _UNSEEN_ON_CPU,
@@ -322,7 +322,7 @@ def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
 
 
 def _on_cuda(subject: Subject, cost: MeasuredCost, assumed: AssumedCuda) -> MeasuredCost:
-    """The cost of traced bytes and of all else on a CUDA device, where no step ran."""
+    """The cost of traced bytes and of all other memory on a CUDA device, if no step ran."""
     own = subject.state.device
     warn_of_kept(subject, device_memory(own) if own.type == "cuda" else None)
     subject.notes += assumed.notes()
@@ -375,7 +375,7 @@ def _checkpointing(modules: Iterable[nn.Module]) -> str:
 def _attention(modules: Iterable[nn.Module]) -> str:
     """Attention as configurations of transformers' models state it; parts of a model may differ."""
     configs = (getattr(module, "config", None) for module in modules)
-    # Configurations have no public name for what is in force.
+    # Configurations have no public name for the attention in use.
     found = {getattr(config, "_attn_implementation", None) for config in configs}
     return ", ".join(sorted(str(name) for name in found if name)) or "not stated"
 
@@ -384,6 +384,6 @@ def _describe_device(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         return {"device": f"cpu ({platform.machine()})"}
     if device.type != "cuda":
-        return {"device": str(device)}  # which cannot be measured, but told from those that can
+        return {"device": str(device)}  # cannot be measured, but its name differs from those
     source = device_memory(device).source
     return {"device": source.name(), "allocator": source.allocator()}

@@ -26,7 +26,7 @@ from torchbudget.warn import warn
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
+# With a larger margin a prediction is useless, and its bytes would not fit 64 bits.
 MOST_MARGIN: Final = 1000
 # A margin grows by this when an allocation failed: a step that repeats until none fails.
 _FAILED: Final = 0.02
@@ -282,10 +282,10 @@ class MeasuredCost:
         observed.retries += peak.retries
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
         predicted = max(int(self.batch_bytes(n, size)), reserved_for)
-        # Of a batch that nothing is known of, what it took is all that is known.
+        # Without a prediction of the batch, only its peak is known.
         known = predicted if predicted < MAX_BYTES else max(reserved_for, peak.bytes)
         observed.largest_bytes = known
-        # What was reserved before the step, and was enough for it, does not show what it needs.
+        # Memory that was reserved before the step, and sufficed, does not show what the step needs.
         enough = 0 < peak.reserved_bytes <= peak.reserved_before_bytes
         if (peak.bytes <= predicted or enough) and not peak.failures:
             return

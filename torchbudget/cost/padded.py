@@ -240,7 +240,7 @@ class PackedCost(_Quadratic, AdditiveCost):
                     "total_multiple pads the total length of a packed batch: it needs sizes of one "
                     "axis, and no pair_bytes"
                 )
-            # So that all rows are compared in whole bytes, and longer ones never cost less.
+            # Rows are compared in whole bytes, and a longer row never costs less.
             object.__setattr__(self, "unit_bytes", float(self._whole_unit))
 
     @property
@@ -379,7 +379,7 @@ def packed_options(rows: npt.NDArray[Any], sizes: IntArray) -> dict[str, Any]:
     scales = matrix.max(axis=0)
     largest = np.zeros(len(terms))
     for constant, each in zip(rows[:, 0], rows[:, 1], strict=True):
-        for kept in (1 + axes, len(terms)):  # squares only where whole bytes are no reason
+        for kept in (1 + axes, len(terms)):  # with squares only if rounding to bytes is no reason
             solved, scaled = np.zeros(len(terms)), matrix / scales
             solved[:kept] = np.linalg.lstsq(scaled[:, :kept], each.astype(float), rcond=None)[0]
             off = np.abs(scaled @ solved - each).max(initial=0)

@@ -16,7 +16,7 @@ from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
 
-# What a piece says of a shape.
+# Results of a piece for a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
 _CHUNK: Final = 2**13  # sizes at once
 

@@ -32,7 +32,7 @@ from torchbudget.units import format_bytes
 _SAFE: Final = 0.4
 _NEW: Final = 0.85  # of the first long samples
 _NEAR: Final = 0.95
-# Bytes in use for each traced one, until a run has shown them.
+# Bytes in use for each traced byte, assumed before the first run.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
 # Runs on the CPU that are enough, with one more, where all agree: an encoder of 5 million
@@ -43,7 +43,7 @@ _AGREEING: Final = 3
 _DRIFT_BYTES: Final = 16 * 2**20
 # Without a trace: steps of 1.03 times the fit were seen.
 _BLIND_MARGIN: Final = 3e-2
-# A process gains and loses as much by itself.
+# A process gains and loses this much without a cause in the step.
 _SEEN_BYTES: Final = 2**24
 # A slope that grows by no more is that of a line: it grew by 0.99 to 1.03 in runs of routed experts
 # and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
@@ -84,7 +84,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         if runs.runner.memory is not None:
             reserve = reserve_of(cost, runs.runner, subject, room)
             cost = replace(cost, offset=cost.offset + reserve)
-    runs.runner.empty_cache()  # or what was reserved would be taken for what the next step needs
+    runs.runner.empty_cache()  # otherwise reserved memory would count as needed by the next step
     if runs.runner.not_finite:
         subject.warn(
             "the step returned a loss that is not finite: check that make_batch makes valid batches"
@@ -172,7 +172,7 @@ class StepRunner:
             self.memory.source.empty_cache()
 
     def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
-        """The peak of steps, what was in use beside tensors, and the seconds of the last one."""
+        """The peak of steps, the memory in use outside tensors, and the seconds of the last."""
         failed_before = failed_allocations()
         failed, peak, beside_bytes, seconds = False, Peak(), 0, 0.0
         try:
@@ -181,7 +181,7 @@ class StepRunner:
             if not is_out_of_memory(error, failed_before):
                 raise
             failed = True
-        failed |= peak.failures > 0  # that a library went on without
+        failed |= peak.failures > 0  # a library continued without that memory
         worst = self._ranks.largest(failed, peak.bytes, peak.retries, seconds)
         failed, peak.bytes, peak.retries, seconds = worst
         if not failed:
@@ -248,8 +248,8 @@ class _Runs:
         shares: Sequence[float | tuple[float, float]] = (0.25, 0.8)
         if domain.axes > 1:
             shares = ((0.25, 0.8), (0.8, 0.25))
-        # On the CPU, runs that fill the budget take most of the time: one more is enough where all
-        # agree. On CUDA, the shapes that take turns show the gaps between blocks.
+        # On the CPU, runs that fill the budget take most of the time: one more is enough if all
+        # agree. On CUDA, alternating shapes show the gaps between blocks.
         agree = self.runner.memory is None and len(self.probes) == _AGREEING
         if agree and max(map(abs, self._fitted().errors())) < _LEAST_MARGIN:
             shares = shares[:1]
@@ -339,7 +339,7 @@ class _Runs:
             self._note_out_of_memory(n, size)
 
     def _note_out_of_memory(self, n: int, size: Size) -> None:
-        """There is less memory than the budget: later probes aim at half of what is left."""
+        """Note that less memory than the budget is free: later probes aim at half of the rest."""
         self.subject.notes.append(f"out of memory at {n} samples of size {size}, below the budget")
         floor = min(probe.peak_bytes for probe in self.probes)
         self.room = floor + (self.room - floor) // 2
@@ -483,7 +483,7 @@ class _Runs:
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)]).astype(float)
             columns.append(((0, *(p.n for p in runs)), tuple(peaks.tolist())) if runs else ((), ()))
-        # A size whose runs ended below what others have reached goes on by its own slope.
+        # A size whose runs ended below those of other sizes continues by its own slope.
         numbers, values = zip(*columns, strict=True)
         most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
         grid = Grid(tuple(sizes), numbers, values, most, reached=reached)
@@ -497,7 +497,7 @@ class _Runs:
 # bytes, and more in some shapes than in others: of 160 shapes of a decoder, replayed by the rules
 # of torch's allocator, the first 20 reserve 0.99 of the most.
 _TURNS: Final = 24
-# Shares of the budget that they aim at: smaller batches where larger ones do not fit.
+# Shares of the budget that alternating shapes aim at: smaller ones if larger ones do not fit.
 _SHARES: Final = (1.0, 0.85, 0.7, 0.5)
 
 
@@ -532,7 +532,7 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
 def _reserve(
     cost: MeasuredCost, runner: StepRunner, memory: DeviceMemory, subject: Subject, room: int
 ) -> int | None:
-    """Bytes of shapes in turn beyond the cost of the largest; `None` if small ones do not fit."""
+    """Bytes of alternating shapes beyond the largest's cost; `None` if small ones do not fit."""
     drawn = np.random.default_rng(0).permutation(subject.domain.draw(_TURNS, 1)[:, 1:])
     sizes = [(*size,) for size in drawn.tolist()]
     asked = drawn if cost.axes > 1 else drawn[:, 0]

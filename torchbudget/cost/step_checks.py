@@ -61,7 +61,7 @@ class StepChecks:
                     f"{where} is on the meta device, without values to run the step with; pass "
                     "method='trace', or load the values first"
                 )
-            # A small buffer on the CPU takes nothing of another device.
+            # A small buffer on the CPU uses no memory of another device.
             counts = isinstance(one, nn.Parameter) or one.device.type not in ("cpu", "meta")
             if counts and one.device != device:
                 raise CostError(
@@ -177,7 +177,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @contextmanager
 def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
-    """A list that is filled where a gradient of any parameter is computed inside.
+    """A list that is filled if the gradient of a parameter is computed inside.
 
     Also where it is not accumulated, as by `torch.autograd.grad`, or cleared again.
     """

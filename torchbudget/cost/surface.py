@@ -24,7 +24,7 @@ from torchbudget.units import MAX_BYTES
 # more axes 64 or fewer each. With 40 each, three axes were 7.6 % too high.
 _MOST_SIZES: Final = 2**16
 _OF_MANY_AXES: Final = 2**18
-# Whether a piece holds is asked at powers of two. What holds at the last one holds for every n.
+# Pieces are tested at powers of two: a piece that holds at the last one holds for every n.
 _STARTS: Final = tuple(2**k for k in range(21))
 _ANY_N: Final = 2 * _STARTS[-1]
 _NOTHING: Final = -(2.0**62)
@@ -90,7 +90,7 @@ class Surface:
         starts = np.array(sorted({*_STARTS, *closer}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
-        # Below more samples that a piece holds, one that none does needs what the largest says.
+        # A number of samples without a piece, below one that has a piece, costs what that one does.
         held: Any = (owner < len(pieces)).all(axis=0)
         later = np.logical_or.accumulate(held[::-1])[::-1]
         holes = (owner == len(pieces)) & later if grid is None else np.zeros(owner.shape, bool)
@@ -223,7 +223,7 @@ class Surface:
         n = np.where((each == 0) & (room >= 0), MAX_BYTES, n)
         if square.any():
             n = np.where(square > 0, _largest_root(square, each, room), n)
-        # Nothing is said of fewer samples than a row's first, and no more than its last value.
+        # A row has no value below its first number of samples, and its last value beyond its end.
         n = np.maximum(n, self.starts[:, None] - 1)
         n = np.where(n >= self.ends[:, None], MAX_BYTES, n)
         most = np.minimum(n.min(axis=0), self.most)
@@ -263,7 +263,7 @@ def _running_maximum(
 
 
 def _owners(pieces: Sequence[Piece], n: IntArray, points: IntArray) -> IntArray:
-    """Which piece holds first, of shape `(len(n), sizes)`; the number of pieces where none does."""
+    """The first piece that holds, shape `(len(n), sizes)`; the number of pieces if none holds."""
     owners = np.full((len(n), len(points)), len(pieces))
     for row, number in zip(owners, np.minimum(n, _ANY_N).tolist(), strict=True):
         shapes = np.column_stack([np.full(len(points), number), points])

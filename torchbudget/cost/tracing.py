@@ -57,7 +57,7 @@ _BLOCKS: Final = {"cuda": CUDA_BLOCK_BYTES, "cpu": 64}
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _UPDATE_SCALE: Final = torch.ops.aten._amp_update_scale_.default
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
-# Kernels ask a fake tensor for its device by this operation: it is none of the step's.
+# Kernels read a fake tensor's device by this operation: the step did not call it.
 _DEVICE: Final = torch.ops.prim.device.default
 # They wrap a tensor that was just made from Python numbers.
 _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -293,17 +293,17 @@ class Tracer:
             try:
                 for tensor in self._state.tensors():
                     counter.stand_in(tensor)
-            except Exception as error:  # of fake tensors, which do not know every layout
+            except Exception as error:  # fake tensors do not support every layout
                 where = self._checks.name_of(tensor)
                 raise CostError(f"{where} cannot be traced: {error}") from error
             starts = []
             for _ in range(2):
                 counter.flops = 0
                 batch = batch_of(counter)
-                # A symbolic batch is not searched: its symbols lead to all that is known of them.
+                # A symbolic batch is not searched: its symbols refer to the shape environment.
                 found = reachable(batch) if env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
-                counter.arrive(tensors)  # arrays of NumPy's are no tensors until they are used
+                counter.arrive(tensors)  # NumPy arrays become tensors when they are used
                 try:
                     self._run(batch, counter, symbolic=env is not None)
                 finally:
@@ -422,7 +422,7 @@ class _Counter(TorchDispatchMode):
         self, device: torch.device, target: torch.device, env: Any, integer: int, until: float
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
-        # Reads the environment, and is imported by no one where there is no optimizer.
+        # Reads the environment when imported, so it is imported only with an optimizer.
         from torch._functorch import config as functorch_config
         from torch.utils.flop_counter import flop_registry
 
@@ -557,7 +557,7 @@ class _Counter(TorchDispatchMode):
         for one in leaves:
             self.count(one)
         if func not in self._apart:
-            # A cache would make two tensors of one that is returned twice.
+            # A cache would turn a tensor that is returned twice into two tensors.
             storages = [one.untyped_storage()._cdata for one in leaves]
             self._apart[func] = len(set(storages)) == len(storages)
         formula = self._formulas.get(func._overloadpacket)
@@ -606,7 +606,7 @@ def _ctc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shapes of `F.ctc_loss`, for targets that are as long as their padding."""
     turns, n, _ = log_probs.shape
-    # Of lengths in a list, torch makes a tensor whose memory no mode can replace.
+    # torch turns a list of lengths into a tensor whose memory no mode can replace.
     if (targets.dim() == 1 and n > 1) or not isinstance(lengths, torch.Tensor):
         raise ValueDependentError(
             "the memory of a CTC loss grows with its longest target, and a trace has only padded "
@@ -636,12 +636,12 @@ def _grouped_mm(
 
 
 def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> torch.Tensor:  # noqa: A002
-    """The counts of as many values as are stated, where they are."""
+    """The counts of `minlength` values."""
     if not isinstance(minlength, torch.SymInt) and not minlength:
         raise ValueDependentError("the shape of bincount depends on values: pass minlength")
     if weights is None:
         return input.new_empty(minlength)
-    return input.new_empty(minlength, dtype=torch.float64)  # of float32, torch's own is float32
+    return input.new_empty(minlength, dtype=torch.float64)  # torch's meta kernel says float32
 
 
 def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
@@ -679,13 +679,13 @@ def _attention_inside(heads_at: int, arguments: tuple[Any, ...]) -> torch.Tensor
     return given.new_empty(n, length, 2 * arguments[heads_at] * length + 6 * width)
 
 
-# Tensors that kernels of the CPU allocate while they run, and fake ones do not: without them, an
+# Tensors that CPU kernels allocate while they run, and fake kernels do not: without them, an
 # encoder in evaluation mode took 3 times its budget while it was measured.
 _ON_CPU: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
     torch.ops.aten._native_multi_head_attention.default: partial(_attention_inside, 4),
     torch.ops.aten._transformer_encoder_layer_fwd.default: partial(_attention_inside, 2),
 }
-# Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
+# Operations whose shapes torch's fake tensors read from values, or do not know on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten.bincount.default: _bincount,
     torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
