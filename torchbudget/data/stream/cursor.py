@@ -199,8 +199,8 @@ class StreamState:
         rank, ranks = self.dealing["rank"], self.dealing["ranks"]
         name = "processes" if rank is None else f"rank {rank} of {ranks}"
         shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
-        # In a tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads
-        # as many workers as the stream has that loads, and of each value that of any one rank.
+        # A tuple, since torch.distributed.checkpoint splits lists and mappings: it would load as
+        # many workers as the loading stream has, and each value from any one rank.
         return shown | {name: (plain,)}
 
     @classmethod
@@ -221,7 +221,7 @@ class StreamState:
             [plain] = state[named[0]]
             dealing, turn = dict(plain["dealing"]), plain["turn"]
             cursors = [StreamCursor._make([state["epoch"], *row]) for row in plain["workers"]]
-            default = StreamCursor(0)  # whose `None` may stay
+            default = StreamCursor(0)  # None is valid for its fields that are None
             of = [one for cursor in cursors for one in zip(cursor, default, strict=True)]
             numbers = [n for n, usual in of if n is not None or usual is not None]
             wrong = [n for n in numbers if not (isinstance(n, dict) or (is_int(n) and n >= 0))]
@@ -251,7 +251,7 @@ class StreamState:
         if len(self.cursors) > 1:
             saved = {**saved, "worker": number}
         cursor, workers = self.cursors[number], saved["workers"]
-        # Any process goes on where one has read the whole source alone, others in their own part.
+        # After one process that read the whole source, any can continue; others only in their part.
         alone = workers == 1 and dealing["split"] == "none"
         part = [] if alone else ["worker", "workers"]
         if dealing["split"] == "ranks":
@@ -332,7 +332,7 @@ class Progress:
         shared = self._shared
         if get_spawning_popen() is None:
             shared = shared.clone()
-            shared[_NUMBERS - 2 : _NUMBERS] = 0  # the copy has no run, and nobody reads ahead of it
+            shared[_NUMBERS - 2 : _NUMBERS] = 0  # the copy has no run and no workers
         return Progress, (shared,)
 
     # ------------------------------------------------------------------ epochs

@@ -45,9 +45,9 @@ from torchbudget.plan.solver import default_window
 from torchbudget.protocols import ResumableSource
 from torchbudget.units import Amount, parse_bytes
 
-# Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
+# Largest size in the fingerprint of a cost, on 1 to 4 axes: the real sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
-_HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
+_HOST_SHARE: Final = 4  # a quarter of the host's bytes is for the look-ahead
 
 
 class SkippedSamples(NamedTuple):
@@ -256,13 +256,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         self._changes, self._process = self._progress.changes, os.getpid()
 
     def _notice(self) -> None:
-        """Drop what is not of this process, or was before another one has chosen an epoch."""
+        """Drop state of another process, and state from before another process chose an epoch."""
         if self._changes != self._progress.changes:
             self._begin_at(None)
         elif self._process != os.getpid():
             self._begin_at(self._start)
 
-    # ------------------------------------------------------------------ what it has
+    # ------------------------------------------------------------------ options
 
     @property
     def _window_ranks(self) -> int:
@@ -280,7 +280,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return self._rules is not None or self._size is not None
 
     def _look_ahead_of(self, slot: WorkerSlot) -> int | None:
-        """Bytes of the samples that wait in one process; `None`: no limit."""
+        """Bytes of the look-ahead of one process; `None`: no limit."""
         host_bytes: int | None = getattr(self.budget, "host", None)
         if self._look_ahead is not None or host_bytes is None:
             return self._look_ahead
@@ -373,7 +373,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Raises:
             ShardedTwiceError: a framework that splits these batches again calls it.
         """
-        # Workers that it starts raise in the one process that reads: the others wait for ever.
+        # Its workers would raise in the one process that reads, and other processes wait forever.
         Caller.find().check_loader(self.num_replicas)
         self._notice()
         state, progress, loaded = self._where(), self._progress, self._loaded
@@ -406,7 +406,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         except Exception as error:
             if get_worker_info() is None:
                 raise
-            # A worker that persists dies of what `iter` raises, and passes on what `next` does.
+            # A persistent worker dies of an error in `iter`, but passes on an error in `next`.
             return raising(error)
 
     def _begin_loop(self) -> EpochReader:
@@ -433,7 +433,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         # A run may be over before a slow worker begins.
         state = self._start if first or loaded is not None else self._where()
         state = None if inside else state
-        # A loader takes from its first worker first, which reads for the one whose turn it was.
+        # A loader takes from its first worker first, so that one reads as the worker in turn.
         turn = 0 if state is None else state.turn
         slot = self._slot((number + turn) % workers, workers)
         reader = self._reader_of(slot, state)
@@ -451,7 +451,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 progress.begun = loaded
             if later:
                 # `StatefulDataLoader` loads a state into workers, and at an epoch's end begins
-                # twice: workers of the first loop read ahead for nobody, which does not count.
+                # twice: batches that workers of the first loop prefetch do not count.
                 self._start = reader.standing.state
                 progress.end(reader.standing, progress.runs)
                 reader = self._reader_of(slot, self._where())
@@ -491,7 +491,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return EpochReader(self, slot, cursor, turn)
 
     def _ended(self, reader: EpochReader) -> None:
-        """Note the place at which a reader ended an epoch: the next epoch may go on there."""
+        """Note the position at which a reader ended an epoch: the next epoch may continue there."""
         if reader.counts is not None:
             self._progress.end(reader.standing, reader.counts)
         if self._batches_per_epoch is not None:
@@ -503,7 +503,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         self._notice()
         self._check_ranks_fit()
         slot = self._slot()
-        if self._source.split != "ranks":  # else each reads its own samples, in its own way
+        if self._source.split != "ranks":  # otherwise each reads its own samples
             cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
             at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
             check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at)
@@ -574,11 +574,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return self._start
 
     def _stands_at(self, run: StreamRun, place: StreamState) -> None:
-        """Note that a batch of a run came, after which the stream stands there."""
+        """Note a received batch of a run: the stream's position is now after it."""
         self._start, self._present[0], self._progress.begun = place, None, place.epoch
 
     def _run_closed(self, run: StreamRun, *, broken_off: bool) -> None:
-        """Note the end of a run: workers of other loaders do not know where it was broken off."""
+        """Note the end of a run: workers of other loaders do not know where it was left."""
         if self._process == os.getpid() and self._runs is run._runs:
             self._progress.run = max((one.number for one in self._runs), default=0)
             state = self._where()
@@ -649,7 +649,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             reader.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker does not see what starts it.
+        # A spawned worker does not see the process that starts it.
         Caller.find().check_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         kept: Any = {"_present": [None], "_progress": copy.copy(self._progress)}

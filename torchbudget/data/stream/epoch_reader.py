@@ -55,14 +55,14 @@ class EpochReader(Iterator[Any]):
             left = iter(()) if at.to_come == 0 else self._batches
             begun, rounds, (batch, padded_size) = next(left)
             collate_fn, self.planned = self._stream._collate_fn, (padded_size, len(batch))
-            if collate_fn is not list:  # else the batch is the samples themselves
+            if collate_fn is not list:  # otherwise the batch is the list of samples itself
                 batch = collated(collate_fn, batch)
         except StopIteration:
             at.ended = True
             self.end()
             raise
         except BaseException:
-            self.close()  # the next call meets the same error, and not the next batch
+            self.close()  # the next call must not return the next batch
             raise
         at.begun, at.rounds = begun, rounds
         if at.to_come is not None:

@@ -129,7 +129,7 @@ class Reader:
         del self._ahead[:n]
         while len(items) < n and not self._over:
             more = self._some(n - len(items))
-            items = items + more if items else more  # most often all at once, and not copied
+            items = items + more if items else more  # usually all items at once, without a copy
         return items
 
     def run(self, n: int, most_bytes: int | None) -> list[Any]:
@@ -179,7 +179,7 @@ class Reader:
         saved = cursor.source
         if self._source is not None and saved is not None:
             self._read, self.state = saved["position"], saved
-            with suppress(Exception):  # of the source: its state is not right, either
+            with suppress(Exception):  # an error of the source means a wrong state, too
                 self._source.load_state_dict(copy.deepcopy(saved["source"]))
                 self._ahead = self._some(1)
             if [*map(_digest, self._ahead)] != ([saved["item"]] if "item" in saved else []):
@@ -255,7 +255,7 @@ class Reader:
 
 
 def _digest(item: Any) -> int:
-    """A checksum of an item, to see whether a source goes to where its state says.
+    """A checksum of an item, to check that a source continues at its state's position.
 
     Where the checksums of one item differ, as of sets of texts, the source is skipped through.
     """

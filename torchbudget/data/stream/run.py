@@ -108,7 +108,7 @@ class StreamRun(Run[StreamState]):
         self._read = stream._read = ReadBatches()
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
-        # Else workers that persist stand elsewhere, or send no places.
+        # Otherwise persistent workers are at other positions, or send none.
         if not isinstance(sending, Sending) or start is None or start is not sending.ended:
             loader._iterator = None
             sending = Sending(loader.collate_fn, stream._progress.runs + 1)

@@ -19,7 +19,7 @@ _NUMBER_BYTES: Final = 28
 _OBJECT_BYTES: Final = 100
 _MUCH_LARGER: Final = 2
 _SHARED_BYTES: Final = 256  # an entry in a set takes a quarter of that at the most
-# These refer to what is the program's, not the sample's.
+# Objects of these types refer to parts of the program, not of the sample.
 _OF_PROGRAM: Final = (type, ModuleType, FunctionType, MethodType, TracebackType, partial)
 
 
@@ -62,7 +62,7 @@ class KeptBytes:
     def _count(self, sample: Any) -> tuple[int, set[int], set[int]]:
         """Bytes that a sample adds; identities of parts of something larger, of what may recur."""
         total, parts, shared = 0, set[int](), set[int]()
-        # With the objects: some are made here, and others may get the identity of one that is gone.
+        # The objects are kept, since another object may get the identity of a deleted one.
         seen: dict[int, Any] = {}
         waiting = [sample]
         while waiting:
@@ -93,7 +93,7 @@ class KeptBytes:
                 total += own
                 if own >= _SHARED_BYTES:
                     shared.add(number)
-                if not hasattr(type(value), "__next__"):  # iterators read what is not theirs
+                if not hasattr(type(value), "__next__"):  # iterators read objects of others
                     referents = gc.get_referents(value)
             if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
                 total += _NUMBER_BYTES * len(referents)

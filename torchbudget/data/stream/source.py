@@ -89,7 +89,7 @@ class Source:
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """Return the iterable of a pass, at its beginning, whatever was loaded before."""
         if self.has_states:
-            # Another stream may have moved it since the first one opened it.
+            # Another stream may have moved it after the first stream opened it.
             states, number = self._first_states, id(self.data)
             if number not in states:
                 states[number] = copy.deepcopy(self.beginning()), self.data
@@ -209,7 +209,7 @@ class WebdatasetSource(Source):
         from webdataset.utils import pytorch_worker_info
 
         stages = getattr(self.data, "pipeline", ())
-        rank, ranks, *_ = pytorch_worker_info()  # it asks the environment, then torch
+        rank, ranks, *_ = pytorch_worker_info()  # reads the environment, then torch
         asks = self.split == "ranks" and any(s in (single_node_only, split_by_node) for s in stages)
         if asks and (rank, ranks) != (slot.rank, slot.ranks):
             raise OptionError(

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
-# Items are read several at once, since a source's random generators take 0.1 ms to exchange: until
-# they have this part of the look-ahead.
+# Several items are read at once, up to this share of the look-ahead, since it takes 0.1 ms to
+# exchange a source's random generators.
 _PART_AT_ONCE: Final = 32
 # Items that each thread is given at once with a look-ahead, which does not count them, and without.
 _FOR_A_THREAD: Final = (2, 64)
@@ -56,7 +56,7 @@ _OTHER: Final = (
 Item: TypeAlias = tuple[tuple[int, int], int, Any]
 # Samples of one batch, and the padded size that was planned; `None`: none was.
 _MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
-# With the place after it: samples cut together, and the number of their rounds that are done.
+# With the position after it: samples cut together, and the number of their finished rounds.
 Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
 
 
@@ -104,7 +104,7 @@ class Windows:
         self._endless = stream._batches_per_epoch is not None
         self._look_ahead = stream._look_ahead_of(slot)
         self._run_bytes = None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
-        # Items that a window needs; 1 finds out where a pass ends, of which the last batch drops.
+        # Items that a window needs; 1 finds the end of a pass, whose last batch drops.
         self._fewest = self._ranks if self._ranks > 1 or stream._drop_last else 0
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
@@ -146,7 +146,7 @@ class Windows:
                 yield from self.micro_batches(start)
                 return
             expected = None
-            # Nothing of these may be in memory while the next samples are read.
+            # No samples of this part may be in memory while the next ones are read.
             buffered.samples.clear()
             if not rounds:
                 continue
@@ -169,7 +169,7 @@ class Windows:
             yield start.next_pass(), 0, last[rank]
 
     def _joined(self, uneven: BufferedSamples, buffered: BufferedSamples) -> BufferedSamples:
-        """Return samples that cannot be dealt evenly alone with those after them.
+        """Return samples that cannot be split evenly alone, with those after them.
 
         Raises:
             UnevenRanksError: they are more than the look-ahead.
@@ -292,7 +292,7 @@ class Windows:
         reader.note_state()
 
     def _check_pass(self, items: int, *, given: bool) -> None:
-        """Note that a pass over so many items has ended, and whether samples came of them.
+        """Note that a pass over `items` items has ended, and whether any gave samples.
 
         Raises:
             SampleError: none came of all that this process reads.
@@ -300,7 +300,7 @@ class Windows:
         stream, slot = self._stream, self._slot
         alone = slot.part(stream._source.split)[1] == 1
         nothing = not items or (slot.workers == 1 and not given)
-        # Windows move on by one worker in each pass, and as many passes as ranks can be dealt.
+        # Windows move on by one worker each pass, and samples for all ranks may need more passes.
         self._empty_passes += 1
         most_empty = slot.workers * self._ranks
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
@@ -312,7 +312,7 @@ class Windows:
             )
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
-        """Return the boundary at which a reader stands."""
+        """Return the boundary at a reader's position."""
         if reader.ended:
             return cursor.next_pass()
         return cursor._replace(start=reader.position, rounds=0)
@@ -351,7 +351,7 @@ class Windows:
         yield self._measured(BufferedSamples(begun, waiting, self._after(reader, cursor), state))
 
     def _return_memory(self, reader: Reader) -> None:
-        """Give free memory back to the system, once so much was read as may have been freed."""
+        """Give free memory back to the system, after reading as many bytes as it may keep."""
         if reader.read_bytes >= max(self._look_ahead or 0, _KEPT_BLOCK_BYTES):
             reader.read_bytes = 0
             if get_worker_info() is None:
@@ -390,7 +390,7 @@ class Windows:
             if not self._has_checked_cost:
                 check_cost(rules, sizes, largest)
                 self._has_checked_cost = True
-            # Transforms make several samples of one item, or none, so that samples have no index.
+            # A transform may make several samples of one item, or none, so samples have no index.
             called = f"sample {{}} of the items from {first} on".format
             over = oversized(sizes, largest, rules, stream._oversize, called)
             if over.size:
