@@ -152,7 +152,7 @@ class GradAccumulator(AccumulatesGradients):
         self._reads_weights = mean or weight is not None
         self._pending = Pending()
         self._steps = 0
-        self._is_first_step = True  # of this object, in whose micro-batches it is checked
+        self._is_first_step = True  # micro-batches are checked in this object's first step only
         self._open: Pending | None = None  # the micro-batch
         self._run: SplitRun | None = None  # of `run_or_split`
         self._keeps_gradients = False  # allocated after a step, as between its micro-batches
@@ -208,7 +208,7 @@ class GradAccumulator(AccumulatesGradients):
         opened = Pending.of(weight, samples or 0, read=self._reads_weights)
         self.stepped = False
         before, run = self._pending, self._run
-        # To the plan and to other ranks, the parts of a batch that was split are one micro-batch.
+        # For the plan and for other ranks, the parts of a split batch are one micro-batch.
         parts_follow = run is not None and run.parts_follow
         if run is not None and run.attempt is None:
             raise StepError("run_or_split's function opened a second micro_batch: it must open one")
@@ -231,7 +231,7 @@ class GradAccumulator(AccumulatesGradients):
                 stack.enter_context(self._distributed.accumulating(last=ends))
                 yield
         except BaseException:
-            if opened.backwards and run is None:  # run_or_split takes its own gradients back
+            if opened.backwards and run is None:  # run_or_split undoes its own gradients
                 self._pending = Pending()
                 self._boundary.taken(before.micro_batches)
                 self._abandon()
@@ -337,12 +337,12 @@ class GradAccumulator(AccumulatesGradients):
                     run.give_up(SampleTooLargeError(_ONE_SAMPLE))
         except BaseException:
             self._detector.check_gradients()
-            if not self.stepped:  # or else the batch is in the step, and the function failed after
+            if not self.stepped:  # otherwise the step has the batch, and the function failed later
                 run.undo()
                 if run.whole is not None:  # parts that succeeded are undone, too
                     self._pending = before
             if run.gave_up is not None and len(self.ranks) > 1:
-                # The others learn of it in their next collective, and abandon their step, as this.
+                # Other ranks learn of it in their next collective, and abandon their step, too.
                 self._take_step(failure=run.gave_up)
             raise
         finally:
@@ -462,7 +462,7 @@ class GradAccumulator(AccumulatesGradients):
         self._detector.step_ended()  # from here on gradients and parameters may change
         factor = self._divisor / weight if weight else 0.0
         norm, skipped = self.optimizers.step(factor, self._distributed.divisors(), largest_gradient)
-        # Of the weights before it: an autocast that is open around steps keeps its casts.
+        # An autocast that is open around steps still has casts of the weights before this step.
         torch.clear_autocast_cache()
         self.optimizers.clear(set_to_none=not self._keeps_gradients)
         for scheduler in () if skipped else self.optimizers.schedulers:

@@ -96,7 +96,7 @@ def _is_kept(line: str, last: Mapping[str, int]) -> bool:
         return bool(record["number"] <= last[record["kind"]])
     except ValueError:
         return False
-    except (KeyError, TypeError):  # not of a training
+    except (KeyError, TypeError):  # not the state of a training
         return True
 
 
@@ -123,7 +123,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Inside, an error of the system names the file, and says what is left."""
+    """Add the file's name and the next step to an error of the system."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises one of its own instead

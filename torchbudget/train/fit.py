@@ -252,7 +252,7 @@ class _Run:
     device_limit: MemoryBudget | Amount | None
     history: list[Epoch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
-    clock_s: float = 0.0  # up to which the tally's seconds count
+    clock_s: float = 0.0  # time up to which the tally has counted seconds
     stopped: bool = False
     is_read: bool = False  # the loaded position is within an epoch, after this rank's last batch
     files: RunFolder | None = None
@@ -261,7 +261,7 @@ class _Run:
         self.limit_device()
         self.ranks = self.accumulator.ranks
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
-        self.sources = {  # that know their position, by the name of the loader's attribute
+        self.sources = {  # sources with a position, by the name of the loader's attribute
             name: source
             for name, source in sources_of(self.loader).items()
             if isinstance(source, ResumableSource)
@@ -311,7 +311,7 @@ class _Run:
         self.ranks.each(lambda: self._go_on(files, states[0]))
 
     def _go_on(self, files: RunFolder, state: dict[str, Any] | None) -> None:
-        """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
+        """Load the checkpoint, and drop later lines of the statistics: their steps are repeated."""
         steps = 0
         if state is not None:
             self._load(state)
@@ -347,7 +347,7 @@ class _Run:
             source.load_state_dict(mine["data"][name])
         for callback, its_state in zip(self.stateful, state["callbacks"], strict=True):
             callback.load_state_dict(its_state)
-        # None: no callback has frozen any, and what changed between two calls of fit stays.
+        # None: no callback froze parameters, and changes between two calls of fit are kept.
         for one, learns in zip(self.model.parameters(), state["learnable"] or (), strict=False):
             one.requires_grad_(learns)
         self.history = [Epoch(**epoch) for epoch in state["history"]]
@@ -386,7 +386,7 @@ class _Run:
             self.limit_device()
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
-        if due or self.stopped:  # what has ended needs no position to go on from
+        if due or self.stopped:  # a training that has ended needs no position
             self._save(is_over=is_over)
         return self.stopped
 
@@ -414,7 +414,7 @@ class _Run:
         return [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
 
     def _note(self, record: Step | Epoch) -> None:
-        """Write a record, and pass it to the callbacks; where one ends the training, all ranks do.
+        """Write a record, and pass it to the callbacks; if one ends the training, all ranks end it.
 
         They come before the checkpoint, which so has what they change.
         """
@@ -468,7 +468,7 @@ class _Run:
 
 
 def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
-    """Raise an `OptionError` where parameters are trained that the model does not have."""
+    """Raise an `OptionError` if parameters are trained that the model does not have."""
     saved = set(map(id, model.parameters()))
     others = [one for one in accumulator.optimizers.parameters() if id(one) not in saved]
     if others:

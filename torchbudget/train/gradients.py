@@ -187,7 +187,7 @@ def _largest_share(parts: Sequence[Tensor]) -> Tensor:
     shares = [torch.zeros((), device=parts[0].device)]
     for dtype, alike in by_dtype.items():
         norm = nn.utils.get_total_norm(alike, math.inf)
-        # float16 has no number as small as a share: it is taken in float32, in float64 of float64.
+        # float16 has no number as small as the share: compute it in float32, float64 in float64.
         wide = norm if norm.dtype is torch.float64 else norm.float()
         shares.append((wide / torch.finfo(dtype).max).float().to(shares[0].device))
     share = torch.stack(shares).max()

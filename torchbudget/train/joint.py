@@ -158,7 +158,7 @@ def _two_passes(
                 gradients.append(gradient)
         with nullcontext() if accumulator is None else accumulator.backward_runs():
             torch.autograd.backward(outputs, gradients)
-        del leaves, leaf, outputs, gradients  # graphs, before the next one is made
+        del leaves, leaf, outputs, gradients  # frees their graphs before the next one is made
     after.restore()
     return loss.detach()
 

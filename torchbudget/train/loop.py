@@ -70,8 +70,8 @@ def train_epoch(
         SampleError: the loader of a sampler or stream ended before the epoch did.
         StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
-    # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
-    # error is forgotten, when torch would wait five seconds for each.
+    # An error keeps this frame alive. Closing the iterator ends the workers now, and not when the
+    # error is freed: then torch would wait five seconds for each.
     with closing(_each(loop_over(loader))) as batches:
         total = batches_left(loader) if progress else None
         shown = counting(total=total, unit="batches", leave=False, shown=progress)
@@ -225,8 +225,8 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     """Modules are in evaluation mode inside, and then each part in the mode that it was in."""
     parts = list(dict.fromkeys(part for model in models for part in model.modules()))
     modes = [(part, part.training) for part in parts]
-    # A forward of DDP may broadcast buffers, a collective, for which a rank that has no batch
-    # would never come.
+    # A forward of DDP may broadcast buffers: a collective that a rank without a batch would
+    # never join.
     broadcasting = [
         part
         for part in parts

@@ -50,7 +50,7 @@ class MisuseDetector:
             part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
         ]
         self._each_parameter = optimizers.each_parameter
-        self._texts: set[str] = set()  # that were warned of
+        self._texts: set[str] = set()  # texts of warnings that were issued
         self.in_micro_batch = False
         self._is_muted = False
         self._looks_for_moving = True  # once, in the first step of several micro-batches
@@ -121,7 +121,7 @@ class MisuseDetector:
             )
 
     def _remember(self) -> None:
-        """From here on parameters and gradients must stay. O(1) where the first one has one."""
+        """Remember parameters and gradients, to find changes. O(1) if the first has a gradient."""
         for parameter in self._each_parameter():
             if parameter.grad is not None:
                 versions = parameter._version, parameter.grad._version
@@ -214,7 +214,7 @@ class MisuseDetector:
         check_scalar(loss)
         if weight == 1 or loss.grad_fn is None:
             return
-        node: Any = loss.grad_fn  # of the operation whose number it is, before casts and views
+        node: Any = loss.grad_fn  # the operation that computed the loss, before casts and views
         while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
             node = node.next_functions[0][0]
         reduction = getattr(node, "_saved_reduction", None)  # torch's losses have it
@@ -246,7 +246,7 @@ class MisuseDetector:
 
     def module_runs(self, module: Any) -> None:
         """A distributed module runs; called by its hook."""
-        # DDP reduces nothing in a micro-batch of another accumulator that has it, as of a GAN.
+        # DDP reduces nothing in a micro-batch of another accumulator of this module, as in a GAN.
         reduces = getattr(module, "require_backward_grad_sync", True)
         if not self.in_micro_batch and reduces and torch.is_grad_enabled():
             self._warn(

@@ -82,8 +82,8 @@ def outputs_of(
     place, _ = ({}, ()) if saved is None else next(saved.pieces(), ({}, ()))
     results = _Results(len(dataset))
     kept: list[bytes] = []  # pickled here, where an error is that of all ranks
-    # Also where ranks have come to different places. A rank without a batch repeats one, so that
-    # all take part in each collective of a model that is sharded.
+    # Ranks may be at different places. A rank without a batch repeats one, so that every rank
+    # joins each collective of a sharded model.
     with ranks.together(), sampler.whole_pass(), evaluation_mode(modules_of(forward)):
         if place:
             sampler.load_state_dict(place)
@@ -120,7 +120,7 @@ def outputs_of(
 
 
 def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
-    """The ranks that the sampler deals to."""
+    """The ranks that the sampler plans for."""
     ranks = Ranks(group, alone=sampler.num_replicas == 1)
     if (len(ranks), ranks.rank) != (sampler.num_replicas, sampler.rank):
         raise OptionError(
@@ -170,7 +170,7 @@ def _check_rows(outputs: Any, n: int, called: str) -> None:
 
 
 class _Results:
-    """Outputs by the index of their samples: rows of one tensor where they are alike, or a list.
+    """Outputs by the index of their samples: rows of one tensor if they are alike, or a list.
 
     Args:
         number: of samples.

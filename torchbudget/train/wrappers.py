@@ -190,8 +190,8 @@ class DistributedModules:
         with ExitStack() as stack:
             for module in self._replicated:
                 stack.enter_context(module.no_sync())
-                # Otherwise the first forward after a step broadcasts buffers, a collective, for
-                # which a rank without micro-batches would never come: see `broadcast_buffers`.
+                # Otherwise the first forward after a step broadcasts buffers: a collective that a
+                # rank without micro-batches would never join. See `broadcast_buffers`.
                 module.require_forward_param_sync = False
             yield
 
