@@ -78,7 +78,7 @@ def test_a_budget_states_something_by_name():
 def test_replace_reads_amounts_as_the_constructor_does():
     budget = dataclasses.replace(MemoryBudget(device="8GiB"), host="16GiB")
     assert budget == MemoryBudget(device="8GiB", host="16GiB")
-    with pytest.raises(BudgetError, match="device: 0 holds nothing"):
+    with pytest.raises(BudgetError, match="device must be above 0 bytes"):
         dataclasses.replace(budget, device=0)
 
 
@@ -162,7 +162,7 @@ def test_nothing_left_is_an_error_that_names_what_is_full(full):
         for name in ("machine", "/group", "/dev/shm", str(full))
     )
     device = full if "cuda" in str(full) else None
-    with pytest.raises(BudgetError, match=f"nothing is left of {full}: others use 1000 B of its"):
+    with pytest.raises(BudgetError, match=f"no memory is left of {full}: 1000 B of its"):
         Fakes([machine, group], shared, gpu).detect(device)
 
 
@@ -235,14 +235,14 @@ def test_a_limit_that_leaves_nothing(monkeypatch):
     with pytest.raises(BudgetError, match=r"uses 1 GiB outside .* nothing of a budget of 1 GiB"):
         limit_device_memory("1GiB", "cuda")
     assert fake.now.fraction == 1
-    with pytest.raises(BudgetError, match="does not state the device's bytes"):
+    with pytest.raises(BudgetError, match="state its bytes"):
         limit_device_memory(MemoryBudget(host="1GiB"), "cuda")
 
 
 def test_on_a_cpu_nothing_is_limited_and_the_text_says_so():
     limit = limit_device_memory("8GiB", "cpu")
     assert limit.reserved_bytes is None
-    assert str(limit) == "cpu: not limited, since torch's allocator has no limit there"
+    assert str(limit) == "cpu: not limited: torch's allocator has no limit on this device"
     for other in ("mps", "no device"):
         with pytest.raises(OptionError, match="expected a CUDA device"):
             limit_device_memory("8GiB", other)

@@ -262,7 +262,7 @@ class Hidden(nn.Linear):
         (lambda: nn.Linear(5, 3), "meta device"),
         (lambda: "no module", "meta device"),
         (nn.Linear, "meta device"),
-        (lambda: nn.LSTM(3, 3), "recurrent"),
+        (lambda: nn.LSTM(3, 3), "an RNN"),
         (lambda: Similarities(3, 3), "proportion"),
     ],
 )

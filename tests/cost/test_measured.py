@@ -188,7 +188,7 @@ def test_the_report() -> None:
     cost = measured(probes=probes, parts={"parameters": 2**20}, room=10**8, offset=2.0**20)
     for said in (
         "tested", "held out", "largest error, tested", "1 symbolic trace, 1 runs",
-        "1 MiB of parameters, 1 MiB beside tensors", "longest sample (8191): 12 at once",
+        "1 MiB of parameters, 1 MiB outside tensors", "longest sample (8191): 12 at once",
     ):  # fmt: skip
         assert said in cost.report()
 

@@ -208,7 +208,7 @@ def test_nodes_and_edges() -> None:
         (lambda n, size: [frames(n, size), [1] * n], "structure changes"),
         (lambda n, size: frames(n, size * size), "depends on more than n"),
         (lambda n, size: frames(n, size).mT, "not contiguous"),
-        (lambda n, size: [frames(n, size), 1.5 * size], "is no int"),
+        (lambda n, size: [frames(n, size), 1.5 * size], "is not an int"),
         (lambda *_: frames(4, 9), "does not depend"),
     ],
 )

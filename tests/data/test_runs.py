@@ -73,7 +73,7 @@ def test_positions_before_the_last_batch(options: Any) -> None:
         assert run.position()["epoch"] == 1
         for back in (1, 2):
             assert rest_of(run.position(back=back)) == whole[-back:]
-        with pytest.raises(StateError, match="the last 3 positions are kept"):
+        with pytest.raises(StateError, match="3 positions are kept"):
             run.position(back=3)
     assert next(run, None) is None
 

@@ -43,12 +43,12 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": [[1, 2, 3]], "cost": TWO_AXES}, SizesError, r"\(N, 2\), got \(N, 3\)"),
     ({"cost": PaddedCost}, OptionError, "a cost model such as PaddedCost, got <class"),
     ({"budget": MemoryBudget(host=5)}, BudgetError, "must limit the device, got MemoryBudget"),
-    ({"budget": 0}, BudgetError, "0 holds nothing"),
+    ({"budget": 0}, BudgetError, "above 0 bytes"),
     ({"budget": "much"}, BudgetError, "much"),
     ({"budget": 2**63}, BudgetError, str(2**63)),
     ({"budget": 8}, OversizeError, r"1 of 5 samples .* first at index 1: size 9 needs 9"),
     ({"budget": 3, "oversize": "drop"}, OptionError, "'raise', 'skip', 'alone', got 'drop'"),
-    ({"sizes": [9, 9], "budget": 8, "oversize": "skip"}, OversizeError, "nothing would be left"),
+    ({"sizes": [9, 9], "budget": 8, "oversize": "skip"}, OversizeError, "none is left: raise it"),
     ({"samples_per_step": 4, "window": 4}, OptionError, "got window=4"),
     ({"samples_per_step": 0}, OptionError, "samples_per_step must be an int of at least 1, got 0"),
     ({"seed": -1}, OptionError, "seed must be an int of at least 0, got -1"),
@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
         OversizeError,
         r"index 1: size 9 needs 27 nodes of 26 nodes; raise limits\[0\], shorten",
     ),
-    ({"limits": [(PackedCost(sample_bytes=2), 1)]}, OversizeError, r"5 of 5 .* over limits\[0\]"),
+    ({"limits": [(PackedCost(sample_bytes=2), 1)]}, OversizeError, r"5 of 5 .* exceed limits\[0\]"),
     (
         {"limits": [(TOKENS, 64)], "cost": PACKED},
         OptionError,
@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"units": ([1] * 5, "rank")}, OptionError, r"or \(labels, 'micro_batch'\), got 'rank'"),
     (WHOLE | {"drop_last": True}, OptionError, "units need samples_per_step"),
     (WHOLE | {"batch_size_multiple": 2}, OptionError, "leave batch_size_multiple at 1, got 2"),
-    (WHOLE | {"groups": list("ababa")}, OptionError, "a unit must be of one group: sample 1 is"),
+    (WHOLE | {"groups": list("ababa")}, OptionError, "unit must have one group: sample 1 has"),
     ({"size_multiple": 10, "budget": 9}, OversizeError, "5 of 5 samples|needs 10"),
     ({"batches_per_epoch": 0}, OptionError, "batches_per_epoch .* got 0"),
     ({"batches_per_epoch": "auto"}, OptionError, "batches_per_epoch .* got 'auto'"),
@@ -95,8 +95,16 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": torch.ones(5, device="meta")}, SizesError, "expected sizes of shape"),
     ({"num_replicas": 0}, OptionError, "num_replicas .* got 0"),
     ({"num_replicas": 2, "rank": 2}, OptionError, "rank must be below num_replicas=2, got 2"),
-    ({"num_replicas": 4, "rank": 0, "window": 3}, OptionError, "window=3 is below .* ranks, 4"),
-    ({"num_replicas": 4, "rank": 0, "samples_per_step": 3}, OptionError, "per_step=3 is below"),
+    (
+        {"num_replicas": 4, "rank": 0, "window": 3},
+        OptionError,
+        "window must be at least the 4 ranks, got 3",
+    ),
+    (
+        {"num_replicas": 4, "rank": 0, "samples_per_step": 3},
+        OptionError,
+        "per_step must be at least",
+    ),
 ]
 
 
@@ -124,7 +132,7 @@ def test_an_epoch_that_drop_last_empties() -> None:
     """Where `drop_last` drops the only micro-batch or step, no loop goes round in silence."""
     for options in ({}, {"samples_per_step": 6}):
         for use in (len, list, lambda sampler: sampler.report()):
-            with pytest.raises(OptionError, match="drop_last=True leaves nothing of the epoch's 3"):
+            with pytest.raises(OptionError, match="drop_last=True drops all 3"):
                 use(sampler_of([1, 2, 3], drop_last=True, **options))
 
 

@@ -145,7 +145,7 @@ def test_sizes_below_every_length_are_refused(form: dict[str, Any]) -> None:
     """By a cost that is stated; a measured one has been measured on sizes of that unit."""
     lengths = lengths_of(np.random.default_rng(0), 600)
     for sizes in (np.maximum(lengths // 4, 1), lengths - 2):  # without special tokens
-        with pytest.raises(CollateError, match=r"all 1\d\d samples that came are longer"):
+        with pytest.raises(CollateError, match=r"all 1\d\d samples read so far are longer"):
             found(texts(lengths), sizes, **form)
         check = SizeCheck(BatchRules(cost=measured(), budget_bytes=2**40), sizes)
         for start in range(0, 600, 60):
@@ -256,7 +256,7 @@ def test_other_numbers_of_samples_are_noticed(collate: Any, first: int) -> None:
         packed = isinstance(collate, PackCollate)
         [(category, message)] = found(texts(lengths), lengths, changed, packed=packed)
         assert category is OtherNumbersWarning
-        assert "samples, where" in message
+        assert "samples, but" in message
 
 
 @pytest.mark.parametrize("layout", [None, "transformers"])

@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "outputs": (
         BudgetError,
-        "the outputs take about 2.68 GiB, of a budget of 2 GiB: return less",
+        "the outputs of all samples take about 2.68 GiB, of a budget of 2 GiB: return less",
         lambda: predict(lambda _: MODEL.weight.new_zeros(1, 12 * 10**6), dicts(), "2GiB"),
     ),
     "packed cost": (
@@ -378,7 +378,7 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_batch_of_more_elements_than_planned_raises() -> None:
     """The first one in its process: samples came longer than their sizes."""
     made = loader(dicts(), TOKENS, 120)
-    with pytest.raises(CollateError, match="4,000 elements, and none was planned"):
+    with pytest.raises(CollateError, match="4,000 elements, but at most"):
         made.collate_fn([{"ids": ids(1000)}] * 4)
 
 

@@ -96,7 +96,7 @@ SIZES = np.arange(1, 41)
         ({"max_shapes": 4, "cost": PackedCost(unit_bytes=1)}, "got a PackedCost"),
         ({"max_shapes": 4, "sizes": np.ones((40, 2), int),
           "cost": PaddedCost(unit_bytes=(1, 1))}, "sizes of one axis, got sizes of 2 axes"),
-        ({"max_shapes": [(1, 39)]}, r"over max_shapes alone.*size 40 is beyond the longest shape"),
+        ({"max_shapes": [(1, 39)]}, r"exceed max_shapes alone.*size 40 is larger than the largest"),
         ({"max_shapes": [(1, 40), (2, 30), (3, 20)], "num_replicas": 3, "rank": 0,
           "sizes": [4] * 10}, "cannot be split evenly over 3 ranks in rounds of one shape"),
         ({"max_shapes": 4, "groups": [0, 1] * 20, "samples_per_step": 20, "num_replicas": 2,

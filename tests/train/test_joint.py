@@ -199,7 +199,7 @@ def test_one_number_for_all_samples() -> None:
     def squeezed(pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
         return {**model(pair), "scale": model.scale.exp()[None]}
 
-    with pytest.raises(OptionError, match=r"shape \(1,\) beside .* squeeze it"):
+    with pytest.raises(OptionError, match=r"shape \(1,\) and others .* squeeze it"):
         joint_backward(squeezed, parts, contrast)
     with pytest.raises(OptionError, match=r"must be the same in all .* has \['1', '3'\]"):
         joint_backward(lambda pair: {**model(pair), "n": len(pair[0])}, parts, contrast)

@@ -39,7 +39,7 @@ def test_flush_forgotten_at_the_end() -> None:
     accumulate(accumulator, model, [Data.make(4)])
     alive = [accumulator]
     del accumulator
-    with pytest.warns(ForgottenStepWarning, match="1 micro-batches that no step took"):
+    with pytest.warns(ForgottenStepWarning, match="1 micro-batches that no step has applied"):
         alive.clear()
 
 
@@ -242,9 +242,9 @@ class Moving(nn.Module):
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        ("codebook", r"changes Moving\.codes,"),
-        ("teacher", r"changes Linear\.weight,"),
-        ("queue", r"changes Moving\.place,"),
+        ("codebook", r"changes Moving\.codes"),
+        ("teacher", r"changes Linear\.weight"),
+        ("queue", r"changes Moving\.place"),
         ("replaced", ""),
         ("nothing", ""),
     ],

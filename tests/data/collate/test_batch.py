@@ -184,7 +184,7 @@ class TestRebuilt:
         batch = collate(samples)
         again = type(batch)(dict(batch) if samples is dicts else list(batch))
         for read in (*NEED_SAMPLES, *map(attrgetter, NEED_LAYOUT[type(collate)])):
-            with pytest.raises(CollateError, match=r"rebuilt from its fields.*batch\.to\(\)"):
+            with pytest.raises(CollateError, match=r"rebuilt it from its fields.*batch\.to\(\)"):
                 read(again)
         assert "rebuilt" in repr(again)
         assert type(again.to("meta")) is type(batch)

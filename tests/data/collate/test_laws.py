@@ -293,5 +293,5 @@ def test_batches_pickle_move_and_map(drawn: Samples, packed: bool) -> None:
         rebuilt: Any = type(batch)(batch.data)
         assert rebuilt.nbytes > 0
         assert rebuilt.sample_shapes() == []
-        with pytest.raises(CollateError, match=r"rebuilt from its fields.*batch\.to\(\)"):
+        with pytest.raises(CollateError, match=r"rebuilt it from its fields.*batch\.to\(\)"):
             rebuilt.split(1)

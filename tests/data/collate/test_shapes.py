@@ -95,7 +95,7 @@ def test_masked_rows_need_labels_or_a_loss_that_leaves_them_out() -> None:
     sampler = sampler_of()
     floats = [{"x": torch.ones(n), "labels": torch.ones(n)} for n in LENGTHS.tolist()]
     chosen = [floats[i] for i in next(iter(sampler))]
-    with pytest.raises(CollateError, match=r"no field named 'labels'.*PadCollate\(row_mask=True\)"):
+    with pytest.raises(CollateError, match=r"is named 'labels'.*PadCollate\(row_mask=True\)"):
         PadCollate(size_multiple=sampler)(chosen)
     batch = PadCollate(size_multiple=sampler, row_mask=True)(chosen)
     assert not batch["labels"][batch.num_samples :].eq(-100).any()

@@ -114,7 +114,7 @@ def test_its_segments_go_where_it_goes() -> None:
     for same in (moved, tree_map_only(Tensor, torch.clone, batch), batch.measured_by("labels")):
         assert same.lengths.tolist() == [3, 1, 2]
     rebuilt = type(batch)(dict(batch))  # as the trainer does
-    with pytest.raises(CollateError, match="rebuilt from its fields"):
+    with pytest.raises(CollateError, match="rebuilt it from its fields"):
         rebuilt.split(2)
 
 

@@ -149,7 +149,7 @@ def test_a_webdataset_pipeline_that_knows_of_other_ranks_is_refused(
     import webdataset
 
     mine = pipeline(tars, nodesplitter=getattr(webdataset, splitter))
-    with pytest.raises(OptionError, match="rank 0 of 1, and to the stream it is rank 1 of 2"):
+    with pytest.raises(OptionError, match="rank 0 of 1 to webdataset, but rank 1 of 2"):
         list(stream_of(mine, num_replicas=2, rank=1, uneven=True))
     own = pipeline(tars, nodesplitter=every_second)
     assert 0 < len(numbers(stream_of(own, num_replicas=2, rank=1, uneven=True))) < N
@@ -160,7 +160,7 @@ def test_a_webdataset_pipeline_that_knows_of_other_ranks_is_refused(
     assert sorted(dealt[0] + dealt[1]) == list(range(N))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(OptionError, match="rank 3 of 4, and to the stream it is rank 1 of 2"):
+    with pytest.raises(OptionError, match="rank 3 of 4 to webdataset, but rank 1 of 2"):
         list(stream_of(mine, num_replicas=2, rank=1, uneven=True))
 
 

@@ -164,7 +164,7 @@ def test_other_numbers_of_workers_and_ranks_go_on(
     for one in others:
         one.load_state_dict(state)
     if workers_of(state)[0]["rounds"] and (workers, ranks) != (1, 1):
-        with pytest.raises(StateMismatchError, match="boundary"):
+        with pytest.raises(StateMismatchError, match="end of a window"):
             list(others[0])
         return
     rest: list[Any] = []
@@ -247,7 +247,7 @@ def test_oversize() -> None:
 
     with pytest.raises(
         OversizeError,
-        match="at sample 1 of those that begin with item 0: size 50 needs 50 B of 18 B",
+        match="at sample 1 of the items from 0 on: size 50 needs 50 B of 18 B",
     ):
         list(stream("raise"))
     skipping = stream("skip")
@@ -283,7 +283,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no cost": (Spent(), {"cost": 5}, OptionError, "a predicate"),
     "class": (Spent(), {"cost": PaddedCost}, OptionError, "a predicate"),
     "no budget": (Spent(), {"budget": None}, BudgetError, "must limit the device"),
-    "window": (Spent(), {"window": 1, "num_replicas": 2, "rank": 0}, OptionError, "below"),
+    "window": (Spent(), {"window": 1, "num_replicas": 2, "rank": 0}, OptionError, "at least the 2"),
     "split": (Spent(), {"split": "nodes"}, OptionError, "split"),
     "a part of what is the same": (range(9), {"split": "ranks"}, OptionError, "map-style"),
     "oversize": (Spent(), {"oversize": "drop"}, OptionError, "oversize"),
@@ -344,8 +344,8 @@ def test_states_of_other_streams_are_refused() -> None:
     for options, text in (
         ({"window": 30}, "window: saved 20"),
         ({"seed": 3}, "seed"),
-        ({"budget": 100}, "boundary"),
-        ({"num_replicas": 2, "rank": 0}, "boundary"),
+        ({"budget": 100}, "end of a window"),
+        ({"num_replicas": 2, "rank": 0}, "end of a window"),
     ):
         other = stream(**options)
         with pytest.raises(StateMismatchError, match=text):  # noqa: PT012 (at either)

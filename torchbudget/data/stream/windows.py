@@ -306,9 +306,9 @@ class Windows:
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
             raise SampleError(
                 f"the source has no samples for worker {slot.worker} of {slot.workers}, of {items} "
-                "items: use fewer workers, check that files exist and that transforms or skipping "
-                "leave samples, and open iterators that end after one epoch in __iter__, or in the "
-                "function of a shard"
+                "items: use fewer workers, or check that files exist and that transforms or "
+                "skipping leave samples; an iterator that is used up after one epoch must be "
+                "opened in __iter__, or in the function of a shard"
             )
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
