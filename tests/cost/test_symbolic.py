@@ -269,9 +269,7 @@ def test_a_loop_over_the_length_is_interpolated() -> None:
     step = training(forward, nn.Linear(16, 16))
     cost = measure_cost(step, frames, max_size=16, min_size=4, method="trace")
     tracer = Tracer(step, lambda shape: frames(*shape), TrainingState(step))
-    assert any(
-        "interpolated between shapes that no symbolic trace covers" in note for note in cost.notes
-    )
+    assert any("interpolated between shapes" in note for note in cost.notes)
     for shape in [(3, 4), (50, 13), (200, 9), (100, 16)]:
         peak = tracer.concrete(shape).peaks([shape])[0]
         assert -0.002 <= cost.batch_bytes(*shape) / peak - 1 <= 0.1

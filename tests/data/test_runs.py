@@ -175,14 +175,10 @@ def test_a_batch_that_no_sampler_has_drawn_is_an_error() -> None:
             yield from super().__iter__()
 
     sampler = sampler_of()
-    with pytest.raises(
-        StateError, match=r"iter\(loader\) began no iteration.*a generator calls it only"
-    ):
+    with pytest.raises(StateError, match=r"iter\(loader\) began no iteration.*a generator calls"):
         sampler.tracked(Late(range(300), batch_sampler=sampler, collate_fn=list))
     run = sampler.tracked(Twice(range(300), batch_sampler=sampler, collate_fn=list))
-    with pytest.raises(
-        StateError, match="the loader returned batch 1, which its sampler did not draw"
-    ):
+    with pytest.raises(StateError, match="returned batch 1, which its sampler did not draw"):
         list(run)
     assert sampler.state_dict()["done"] == 1
 

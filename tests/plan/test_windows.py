@@ -241,7 +241,5 @@ def test_units_that_cannot_be_dealt_are_refused() -> None:
         UnevenRanksError, match=r"2 units .* have 1 samples, and .* 2 micro-batches"
     ):
         plan_step([9, 5, 5], PackedCost(unit_bytes=1), 9, num_replicas=2, units=[0, 1, 1])
-    with pytest.raises(
-        OptionError, match=r"samples_per_step must be at least .* 1 units \(3 samples\)"
-    ):
+    with pytest.raises(OptionError, match=r"at least the 2 ranks, got 1 units \(3 samples\)"):
         group_sampler([9] * 9, None, 2, samples_per_step=3, units=[0, 0, 0, 1, 1, 1, 2, 2, 2])
