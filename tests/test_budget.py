@@ -221,8 +221,8 @@ def test_the_allocator_gets_what_the_budget_leaves(monkeypatch):
     assert fake.now.fraction * 80 < 9
     assert fake.now.reserved_bytes == GiB(3)  # or it could keep what it had reserved
     assert str(limit).startswith(
-        "cuda:1: torch's allocator may reserve 9 GiB, which with 1 GiB outside it is the budget "
-        "of 10 GiB; what libraries and collectives allocate by themselves"
+        "cuda:1: torch's allocator may reserve 9 GiB: the budget of 10 GiB less 1 GiB in use "
+        "outside it; what libraries and collectives allocate later"
     )
     fake.load(GiB(1))
     assert limit_device_memory(MemoryBudget(device="10GiB"), "cuda").reserved_bytes == GiB(8)

@@ -97,7 +97,9 @@ def test_ranks_that_start_after_the_sampler_was_made(start: Any, tmp_path: Path)
         assert one["len"] == [len(drawn)] * 2
         assert one["batches"] == [drawn, drawn]
         assert one["resumed"] == one["chosen"] == drawn[3:]
-        assert "began on num_replicas=1, and torch.distributed has 2 ranks" in one["refused"][0]
+        assert (
+            "began with num_replicas=1, but torch.distributed now has 2 ranks" in one["refused"][0]
+        )
         assert "ranks: saved 1, now 2" in one["refused"][1]
         assert "their numbers of batches differ" in one["refused"][2]
         assert one["copied"] == drawn
@@ -159,7 +161,7 @@ def test_what_differs_is_an_error_on_every_rank(
 ) -> None:
     """Otherwise samples would come twice or never, in silence; it names `agree`."""
     for each in outcomes:
-        assert each[case].startswith("RankError: ranks would share out samples that differ")
+        assert each[case].startswith("RankError: all ranks must plan the same samples")
         assert "agree(cost, budget)" in each[case]
         assert told in each[case]
 
@@ -171,7 +173,7 @@ def test_other_samples_are_an_error_on_every_rank(
 ) -> None:
     """At the first batch of a loop that is tracked, or has no workers: it knows its window."""
     for each in outcomes:
-        assert each[f"stream, {case}"].startswith("RankError: rank 0 and rank 1 read other samples")
+        assert each[f"stream, {case}"].startswith("RankError: rank 0 and rank 1 read different")
 
 
 @pytest.mark.distributed
@@ -208,6 +210,6 @@ def test_what_fails_on_one_rank_fails_on_all(outcomes: list[dict[str, Any]]) -> 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     """The others raise at the group's timeout, instead of waiting for it in their first step."""
     first, _, third = run_ranks(script("planning.missing"), tmp_path, 3)
-    assert first.startswith("RankError: not all ranks came")
+    assert first.startswith("RankError: not all ranks have")
     assert "Rank 1 failed" in first or "Ranks 1 failed" in first
-    assert third.startswith("RankError: not all ranks came")
+    assert third.startswith("RankError: not all ranks have")

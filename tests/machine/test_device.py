@@ -26,10 +26,10 @@ OTHERS, CONTEXT = GiB(40), MiB(600)
     ("known", "outside", "how"),
     [
         ({"process_bytes": GiB(20) + CONTEXT}, CONTEXT, "as NVML counts this process"),
-        ({"free_before_bytes": GiB(40)}, CONTEXT, "all that is in use but 40 GiB"),
+        ({"free_before_bytes": GiB(40)}, CONTEXT, "all that is in use, except 40 GiB"),
         # NVML counts no managed memory: less than is reserved is no count.
-        ({"process_bytes": CONTEXT, "free_before_bytes": GiB(40)}, CONTEXT, "but 40 GiB"),
-        ({}, CONTEXT + OTHERS, "all that is in use but 0 B"),  # doubtful bytes are its own
+        ({"process_bytes": CONTEXT, "free_before_bytes": GiB(40)}, CONTEXT, "except 40 GiB"),
+        ({}, CONTEXT + OTHERS, "all that is in use, except 0 B"),  # doubtful bytes are its own
     ],
 )
 def test_bytes_of_others_do_not_count(known, outside, how):
