@@ -19,7 +19,7 @@ _MOST: Final = 2**31  # samples: bytes must not wrap if a sample costs nothing
 
 
 def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[Any]) -> None:
-    """Call the cost models of the rules with some of the sizes that will come.
+    """Call the cost models of the rules with some of the planned sizes.
 
     Args:
         rules: cost models and budgets.

@@ -36,24 +36,24 @@ class Cursor:
     """A place between two micro-batches of an epoch.
 
     Positions of the pass before `start` are done, those from `stop` on are untouched. The positions
-    between are one window. It was dealt as a whole; or, when other ranks, another budget or another
-    cost took over, the samples that were `left` of it were dealt anew, in `parts`, one after the
-    other. `rounds` of its rounds are done.
+    between are one window. It was planned as a whole; or, after a change of ranks, budget or cost,
+    the samples `left` of it were planned again, in `parts`, one after the other. `rounds` of its
+    rounds are done.
 
     Attributes:
         epoch: number of the epoch.
         first: epoch from which passes over the data are counted. Default: the epoch itself.
-        number: of the pass, from 0. Only epochs of a given length have others.
+        number: of the pass, from 0. Only epochs of a given length have several passes.
         start: first position of the window.
         stop: the position after its last one.
-        left: which of the window's samples were dealt, shape `(samples,)`; `None`: all.
+        left: true for the window's samples in the plan, shape `(samples,)`; `None`: all of them.
         rounds: micro-batches of the window that each rank is done with.
         done: micro-batches of the epoch that each rank is done with, those included, as the ranks
             were then.
-        parts: number of parts in which the window is dealt, 1 unless it is dealt anew.
-        groups: samples of each group in windows before this one, where windows are of one group
+        parts: number of parts in which the window is planned, 1 unless it is planned again.
+        groups: samples of each group in windows before this one, if windows are of one group
             each: positions of other groups than the window's are done, too. `None`: none.
-        plan: that dealt the window; `None` between windows.
+        plan: the plan of the window; `None` between windows.
     """
 
     epoch: int
@@ -92,13 +92,13 @@ class Cursor:
         return Cursor(epoch=self.epoch, first=self.first, number=self.number + 1, done=self.done)
 
     def dealt_by(self, plan: Plan) -> Cursor:
-        """The same place under another plan, which deals anew what is left of the window."""
+        """The same place under another plan, which plans the rest of the window again."""
         if self.plan is None or self.plan is plan:
             return self
         return self.dealt_anew(self.plan.left_of(self), plan)
 
     def dealt_anew(self, left: BoolArray | None, plan: Plan) -> Cursor:
-        """The same place under another plan, which has yet to deal what is left of the window."""
+        """The same place under another plan, which has not planned the rest of the window yet."""
         parts = 1 if left is None else min(-(-int(left.sum()) // PART), _MOST_PARTS)
         return replace(self, left=left, rounds=0, parts=parts, plan=plan)
 

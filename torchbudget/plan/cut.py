@@ -188,7 +188,7 @@ class SortedWindows(Windows):
     def starts(self, row: int, budget: int) -> list[int]:
         """The starts of the micro-batches of one window under a budget."""
         starts = jumps(*self._longest(row, budget), self.length)
-        # The last run ends with the window, where its length need not be a multiple.
+        # The last run ends with the window, and its length need not be a multiple.
         last = self.length - starts[-1]
         rest = last - int(self.rules.rounded(np.array(last)))
         return [*starts, self.length - rest] if rest else starts
@@ -294,7 +294,7 @@ class TiledWindows(Windows):
         return jumps(range(self.length), runs.data, self.length)
 
     def _lockstep(self, budgets: IntArray) -> IntArray:
-        """Starts in all windows, ascending, shape `(trials, windows)`; S where none was found.
+        """Starts in all windows, ascending, shape `(trials, windows)`; S if none was found.
 
         The first guess at a run is the run before it, the second one the capacity of the first.
         Each window goes on to its next run as soon as it knows the last one.

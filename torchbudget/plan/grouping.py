@@ -46,7 +46,7 @@ def rounds_by_cost(
     drop_last: bool,
     groups: IntArray | None = None,
 ) -> Rounds:
-    """Cut a window into micro-batches that fit the budget, and deal it to the ranks.
+    """Cut a window into micro-batches that fit the budget, and split it over the ranks.
 
     Args:
         rules: budget and options of a micro-batch.
@@ -57,7 +57,7 @@ def rounds_by_cost(
         groups: number of each sample's group, shape `(S,)`; see `solve`.
 
     Raises:
-        UnevenRanksError: the samples cannot be dealt evenly.
+        UnevenRanksError: the samples cannot be split evenly.
     """
     places, labels = np.arange(len(sizes)), Labels(groups)
     if drop_last and len(sizes):

@@ -102,7 +102,7 @@ class Members:
 
         Args:
             done: members of each label that earlier windows have.
-            ends: members of each label after which none comes any more.
+            ends: number of members of each label that the pass uses.
             key: seed and path of the choice; `None`: the labels in turn.
 
         Returns:

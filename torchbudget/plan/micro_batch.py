@@ -23,7 +23,7 @@ class Span:
     """Consecutive windows of one length, solved by one call.
 
     Attributes:
-        plan: that dealt them.
+        plan: the plan that made them.
         cursor: the beginning of the first window.
         length: positions in each window.
         end: the position at which the pass ends.

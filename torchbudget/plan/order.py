@@ -32,11 +32,11 @@ class Order:
         weights: relative frequencies of the samples, shape `(dataset_length,)`, copied: each
             position draws independently, with replacement. `None`: a pass has every sample once.
         seed: of all randomness.
-        groups: where windows are of one group each; positions are those of `Members.members`, each
+        groups: if each window has one group; positions are those of `Members.members`, each
             group in an order of its own.
         names: of these groups, for messages.
         units: samples that stay together. Positions are those of the units.
-        labels: groups of the samples, where windows mix them, and their units.
+        labels: groups of the samples, if windows mix them, and their units.
 
     Raises:
         OptionError: options that cannot hold together.

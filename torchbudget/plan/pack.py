@@ -50,7 +50,7 @@ class PackedWindow(Windows):
         """Pack into a number of bins of even work; `samples` and `sizes` are grouped by bin.
 
         Returns:
-            The starts of the bins; `None` where the items need more of them or are fewer, or are of
+            The starts of the bins; `None` if the items need more of them or are fewer, or are of
             several groups.
         """
         if self.groups is not None:
@@ -123,7 +123,7 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
     """Put items into bins, the heaviest first, each into the lightest bin that has room for it.
 
     Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969), with
-    limits. Bins are opened by the heaviest items; another one is opened where an item fits nowhere.
+    limits. Bins are opened by the heaviest items; another one is opened if an item fits nowhere.
 
     Args:
         parts: each item's part of each room, at most the room, shape `(rooms, items)`.
@@ -132,7 +132,7 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
         work: weight of each item, shape `(items,)`; `None`: the sum of its shares of the rooms.
 
     Returns:
-        The bin of each item, shape `(items,)`; none is empty where there are as many items as bins.
+        The bin of each item, shape `(items,)`; none is empty if there are as many items as bins.
         In Python O(items · log bins), and O(bins) for an item that only a nearly full bin can take.
     """
     shares = parts / np.maximum(rooms, 1)[:, None]

@@ -52,7 +52,7 @@ _ONE_RANK: Final = Ranks()
 class Stretch(NamedTuple):
     """Whole windows, and the last one of a pass or of a group.
 
-    The last one is the incomplete one, joined by the one before where it cannot be dealt evenly
+    The last one is the incomplete one, joined to the one before if it cannot be split evenly
     alone. With `drop_last` it is also the one whose last micro-batch may be dropped.
 
     Attributes:
@@ -82,7 +82,7 @@ class Plan:
             every micro-batch is one.
         window: samples that are sorted and cut together; `None`: see `default_window`. Of units,
             about as many: `Plan.window`, the positions in each, are at least the ranks' number.
-        drop_last: drop an incomplete last window (where a window is a step), or else the last
+        drop_last: drop an incomplete last window (if a window is a step), or else the last
             micro-batch that could still have taken a sample.
         batches_per_epoch: micro-batches of an epoch on each rank. The data starts over where it
             ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
@@ -191,7 +191,7 @@ class Plan:
         """The windows of one rank with their micro-batches, from a cursor to its epoch's end.
 
         Raises:
-            UnevenRanksError: what is left of the epoch cannot be dealt evenly. Before the first
+            UnevenRanksError: the rest of the epoch cannot be split evenly. Before the first
                 micro-batch, except with `batches_per_epoch`.
             OptionError: `drop_last` leaves nothing of the epoch.
         """
@@ -222,7 +222,7 @@ class Plan:
         Those of one pass; with `batches_per_epoch`, of endless passes.
 
         Raises:
-            UnevenRanksError: what is left of the pass cannot be dealt evenly; before the first
+            UnevenRanksError: the rest of the pass cannot be split evenly; before the first
                 span.
             OptionError: `drop_last` leaves nothing of the pass; before the first span.
         """
@@ -402,7 +402,7 @@ class Plan:
     # ------------------------------------------------------------------ samples and rounds left
 
     def left_of(self, cursor: Cursor) -> BoolArray | None:
-        """Which positions of the window that a cursor stands in are still to come.
+        """Positions of the cursor's window that no batch has used yet.
 
         The cursor must be this plan's. Shape `(samples of the window,)`; `None`: all. O(the
         window's samples · log), once for a window.
@@ -454,7 +454,7 @@ class Plan:
         return replace(cursor, epoch=cursor.epoch + 1, done=0)
 
     def windows_left(self, cursor: Cursor) -> int:
-        """Windows from a cursor to the end of its pass: optimizer steps, where a window is one."""
+        """Windows from a cursor to the end of its pass: optimizer steps, if a window is one."""
         cursor = cursor.dealt_by(self)
         begun, first = self._begun(cursor)
         stretches = self._stretches(cursor, first)
@@ -465,7 +465,7 @@ class Plan:
         """Micro-batches on each rank that windows need.
 
         Raises:
-            UnevenRanksError: a window cannot be dealt evenly; its group is named.
+            UnevenRanksError: a window cannot be split evenly; its group is named.
         """
         start, tail, end, stays = stretch
         block = self._most_windows * self.window
@@ -509,7 +509,7 @@ class Plan:
 
         Returns:
             Indices in the data set of the "largest" micro-batch, whose cost is the highest; the
-            "longest", of which a single sample would cost the most; and the "shortest".
+            "longest", whose single sample would cost the most; and the "shortest".
         """
         best: dict[str, tuple[int, IntArray]] = {}
         for span in self._spans_of_pass(cursor):

@@ -194,8 +194,8 @@ class ReadBatches:
     """The batches of a stream that a loop has read, summed up.
 
     Attributes:
-        shapes: how often each number of samples came with each padded size.
-        real: elements without padding; NaN where a batch does not know its lengths.
+        shapes: number of batches of each shape (number of samples, padded size).
+        real: elements without padding; NaN if a batch does not know its lengths.
     """
 
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)

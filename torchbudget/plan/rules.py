@@ -40,20 +40,20 @@ class Limit:
 
     @cached_property
     def any_size(self) -> IntArray | None:
-        """A size that stands for all, where the cost only counts samples; else `None`."""
+        """A size that stands for all, if the cost only counts samples; else `None`."""
         if isinstance(self.cost, (PaddedCost, PackedCost)) and self.cost.counts:
             return np.zeros(self.cost.axes if self.cost.axes > 1 else (), np.int64)
         return None
 
     @cached_property
     def most(self) -> int | None:
-        """Samples in a micro-batch at the most, where the cost only counts them; else `None`."""
+        """The most samples in a micro-batch, if the cost only counts them; else `None`."""
         size = self.any_size
         return None if size is None else int(self.cost.capacity(size, self.amount))
 
     @property
     def summed(self) -> AdditiveCost | None:
-        """The cost, where it is a sum over the samples of a micro-batch."""
+        """The cost, if it is a sum over the samples of a micro-batch; else `None`."""
         return self.cost if self.most is None and isinstance(self.cost, AdditiveCost) else None
 
     def text(self, amount: int) -> str:
@@ -241,7 +241,7 @@ class BatchRules:
         return np.where(found == MAX_BYTES, self.budget_bytes + 1, found)
 
     def model_bytes(self, size: npt.NDArray[Any]) -> int:
-        """Bytes of a batch without any sample; 0 where the cost cannot say that.
+        """Bytes of a batch without any sample; 0 if the cost does not know them.
 
         Args:
             size: of any sample, for the number of axes.
@@ -352,7 +352,7 @@ class BatchRules:
     def table(self, largest: int) -> IntArray | None:
         """Rounded capacities under the whole budget for the sizes 0 … largest of one axis.
 
-        `None` where the sizes are too large for a table. Evaluated once: O(largest).
+        `None` if the sizes are too large for a table. Evaluated once: O(largest).
         """
         if largest >= _TABLE_SIZES:
             return None

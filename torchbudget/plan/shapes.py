@@ -28,7 +28,7 @@ _CANDIDATES: Final = 1024
 
 
 def fitted(rules: BatchRules, sizes: npt.NDArray[Any], skipped: IntArray) -> BatchRules:
-    """The rules with the best shapes for sizes, where `max_shapes` is their number.
+    """The rules with the best shapes for sizes, if `max_shapes` is a number of shapes.
 
     Args:
         rules: of a micro-batch.
@@ -131,7 +131,7 @@ class RoundWindow(SortedWindows):
         return [begins.reshape(-1)]
 
     def _uneven(self, starts: list[int], which: Sequence[int], most: Sequence[int]) -> list[int]:
-        """Starts of rounds, the last of which gives some ranks a sample more than others.
+        """Starts of rounds; in the last round, some ranks have one sample more.
 
         Both numbers must take one shape: the fewer must not be the rows of one. So the last round
         takes samples of the round before, or leaves some to another round after it.

@@ -95,7 +95,7 @@ class Block:
         samples: places in the given sizes, window after window, grouped by micro-batch, shape
             `(windows·S,)`.
         sizes: the samples' sizes in that order, shape `(windows·S,)` or `(windows·S, d)`.
-        starts: where each micro-batch starts in `samples`, shape `(micro-batches,)`; window by
+        starts: start of each micro-batch in `samples`, shape `(micro-batches,)`; window by
             window, in a window round by round, in a round rank by rank.
         stops: where it ends.
         rounds: micro-batches of each window on each rank, shape `(windows,)`.
@@ -170,7 +170,7 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     """Find the number of strips per axis that gives the fewest micro-batches, among powers of √2.
 
     From 1, which sorts by the last axis alone, to as many as there are samples, which sorts by the
-    first one alone: where one axis decides the cost, an end is best. Where several do, the middle
+    first one alone: if one axis decides the cost, an end is best. If several do, the middle
     is.
 
     Args:
@@ -230,7 +230,7 @@ def rounds_needed(
         are cut once, and are not dealt, unless they are packed, have units, or are cut by rounds.
 
     Raises:
-        UnevenRanksError: a window cannot be dealt evenly.
+        UnevenRanksError: a window cannot be split evenly over the ranks.
     """
     cuts_rounds = _may_cut_rounds(rules, sizes, ranks, labels)
     if rules.packing is not None or labels.units is not None or cuts_rounds:
@@ -339,7 +339,7 @@ def _in_rounds(window: Windows, rounds: int) -> IntArray:
 
 
 def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
-    """Cut windows, and deal their micro-batches to the ranks, the costliest round first."""
+    """Cut windows, and give their micro-batches to the ranks, the costliest round first."""
     rules, windows, length = arranged.rules, len(arranged.sizes), arranged.length
     by_rounds = isinstance(arranged, RoundWindow)
     budgets = np.full(windows, rules.budget_bytes)
@@ -378,7 +378,7 @@ def solve(
     labels: Labels = NO_LABELS,
     parts: int = 1,
 ) -> Block:
-    """Cut windows into micro-batches and deal them.
+    """Cut windows into micro-batches, and give each rank its own.
 
     Args:
         rules: of a micro-batch.
@@ -395,7 +395,7 @@ def solve(
         The micro-batches; none over the budget but those of one sample (or unit) that alone is.
 
     Raises:
-        UnevenRanksError: a window cannot be dealt evenly.
+        UnevenRanksError: a window cannot be split evenly over the ranks.
     """
     if parts > 1:
         with suppress(UnevenRanksError):
@@ -451,7 +451,7 @@ def _may_cut_rounds(
 ) -> bool:
     """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
 
-    Ranks then have alike micro-batches, which pad more. It pays where they wait every round, as
+    Ranks then have alike micro-batches, which pad more. It pays if they wait every round, as
     far as a `balance` predicts their time.
     """
     waits = ranks.number > 1 and not ranks.even_sums and rules.balance is not None
@@ -501,7 +501,7 @@ def default_window(ranks: int, *, positions: float = math.inf, micro_batches: fl
         micro_batches: that a sample makes, on average.
 
     Returns:
-        4,096 for each rank, or 32 micro-batches on each where that is more; at most a quarter of
+        4,096 for each rank, or 32 micro-batches on each if that is more; at most a quarter of
         the epoch, unless that is less than 8 micro-batches on each rank. At least `ranks`.
     """
     fill = ranks / micro_batches
