@@ -389,7 +389,7 @@ class GradAccumulator(AccumulatesGradients):
     def _take_step(self, *, done: bool = False, failure: TorchBudgetError | None = None) -> bool:
         """Take the step, or give it up on every rank; if it fails, its gradients are cleared.
 
-        What decides about the step is summed on the host. Only weights on a device, and what a
+        Numbers that decide on the step are summed on the host. Only weights on a device, and what a
         scaler or `skip_nonfinite` asks for, are read from one, in one read before the optimizers
         are enqueued.
 

@@ -35,7 +35,7 @@ def unmasked(batch: Any) -> Any:
 
 
 def check_splittable(batch: Any) -> None:
-    """Raise an `OptionError` where `halves` could not cut the batch."""
+    """Raise an `OptionError` if `halves` cannot cut the batch."""
     if not isinstance(batch, SplittableBatch):
         _rows(batch)
 
@@ -67,7 +67,7 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
 
 
 class Replayed:
-    """A batch that a forward may see several times, each time as it came.
+    """A batch that a forward may see several times, each time unchanged.
 
     A forward may take its containers apart, but must not change its tensors, which are not cloned.
 
@@ -88,7 +88,7 @@ class Replayed:
         return _mapped(_copied, self._batch)
 
     def check(self) -> None:
-        """Raise an `OptionError` where a tensor was changed in place."""
+        """Raise an `OptionError` if a tensor was changed in place."""
         for name, tensor, version in self._versions:
             if tensor._version != version:
                 raise OptionError(

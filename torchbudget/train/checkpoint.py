@@ -33,7 +33,7 @@ class RunFolder:
         self._loads = False  # whether a checkpoint was loaded back
 
     def read(self) -> dict[str, Any] | None:
-        """The last checkpoint; `None` where there is none.
+        """The last checkpoint; `None` if there is none.
 
         Raises:
             StateError: it is damaged, or no checkpoint of `fit`.
@@ -77,7 +77,7 @@ class RunFolder:
             file.write(line)
 
     def forget_after(self, last: Mapping[str, int]) -> None:
-        """Drop the lines of what will come again, and lines that a fault has cut off.
+        """Drop the lines of steps that will be repeated, and lines that a fault has cut off.
 
         Args:
             last: for each kind, the number of the last record that is kept.

@@ -401,7 +401,7 @@ class _Run:
         self._save(is_over=True, is_best=self._losses()[-1] < best)
 
     def goes_on(self, epochs: int) -> bool:
-        """Whether another epoch comes: the best validation loss is not too many epochs ago."""
+        """Whether another epoch follows: the best validation loss is not too many epochs ago."""
         if self.stopped or len(self.history) >= epochs:
             return False
         losses = self._losses()
@@ -483,7 +483,7 @@ class _EpochLoader:
     """A loader in one epoch of a training.
 
     The workers' seeds are not drawn from a generator that others draw from, since workers that
-    persist are seeded once, but once more where a training goes on.
+    persist are seeded once, but once more if a training continues.
 
     Attributes:
         loader: as the user made it.

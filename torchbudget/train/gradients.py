@@ -51,7 +51,7 @@ class GradientSums:
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Allocate what the sum takes; where memory runs out here, no other rank waits yet.
+        """Allocate the buffers of the sum; if memory runs out here, no other rank waits yet.
 
         O(gradients) time; the gradients that are missing, and a buffer of 64 MiB for each device
         and dtype.
@@ -116,7 +116,7 @@ class GradientSums:
 def _placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient with the placements of its parameter: parts of other ranks' sums add up then.
 
-    A collective of the parameter's mesh where they differ, as for the gradient of a replicated
+    A collective of the parameter's mesh if they differ, as for the gradient of a replicated
     weight that each rank has a summand of.
     """
     if not is_dtensor(gradient) or not is_dtensor(parameter):
@@ -160,7 +160,7 @@ def largest_share(gradients: Sequence[Tensor]) -> Tensor:
     """The largest of all gradients, as a share of the largest number that its dtype has.
 
     Plain gradients and DTensors count together. The share is the same on every rank, stays on the
-    device, and is infinite where a gradient is not finite. A rank's part of a DTensor may be empty.
+    device, and is infinite if a gradient is not finite. A rank's part of a DTensor may be empty.
     """
     found: list[Tensor] = []
     for mesh, kind in _by_mesh(gradients).items():

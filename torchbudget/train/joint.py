@@ -172,7 +172,7 @@ def _number(leaf: Any) -> Any:
 
 
 def _check_rows(leaves: Sequence[Any]) -> None:
-    """Raise an `OptionError` where an output has no row for each sample."""
+    """Raise an `OptionError` if an output has no row for each sample."""
     shapes = [tuple(one.shape) for one in leaves if _has_rows(one)]
     if not shapes:
         raise OptionError("the forward must return tensors whose first axis is the sample")

@@ -58,11 +58,11 @@ def train_epoch(
         weight: a function that returns the weight of a batch, as for `micro_batch`. Default: its
             number of samples.
         device: that batches are moved to; `None`: they are not moved.
-        when_stepped: called with each step, and with true if no batch came after it. If it returns
+        when_stepped: called with each step, and with true if no batch follows it. If it returns
             true, the epoch ends.
         monitor: a running `MemoryMonitor`, which measures every batch. With `replan=` all ranks
             need one, and batches must know their `padded_size`.
-        progress: show a bar, where tqdm is installed and there is a terminal.
+        progress: show a bar, if tqdm is installed and there is a terminal.
 
     Raises:
         OptionError: with the monitor's `replan=`, a batch does not know its padded size; or batches
@@ -102,9 +102,9 @@ def _each(batches: Iterator[Any]) -> Generator[Any, None, None]:
 
 
 def loop_over(loader: Any) -> Iterator[Any]:
-    """Begin a loop over a loader, whose sampler or stream knows which batches came.
+    """Begin a loop over a loader, whose sampler or stream knows the received batches.
 
-    So it is an error where the loop ends before the epoch does, as after a `StopIteration` out of
+    So it is an error if the loop ends before the epoch does, as after a `StopIteration` out of
     a `collate_fn`, and batches are compared with what was planned.
     """
     source = source_of(loader)
@@ -127,7 +127,7 @@ def source_of(loader: Any) -> Any:
 
 
 def index_source_of(loader: Any, caller: str, options: str = "…") -> IndexSource:
-    """The batch sampler of a loader, which must know the samples of each batch that comes."""
+    """The batch sampler of a loader, which must know the indices of each batch."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
         raise OptionError(
@@ -151,9 +151,9 @@ def read_as_plain(loader: Any) -> Any:
 
 
 def batches_left(loader: Any) -> int | None:
-    """How many batches a loop over a loader brings; `None` where that is unknown in advance.
+    """Number of batches in a loop over a loader; `None` if it is unknown in advance.
 
-    The length of a loader is that of the whole epoch, also where its sampler goes on within it.
+    The length of a loader is that of the whole epoch, also if its sampler continues within it.
     """
     sampler = getattr(loader, "batch_sampler", None)
     left = sampler.batches_left if isinstance(sampler, ResumableSource) else None

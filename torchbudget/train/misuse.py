@@ -69,7 +69,7 @@ class MisuseDetector:
 
         Args:
             restarted: the data began again, so that what is pending is of an earlier epoch.
-            is_later: others of its step came before it.
+            is_later: its step has earlier micro-batches.
         """
         if restarted and self._pending[0]:
             self._warn(
@@ -129,7 +129,7 @@ class MisuseDetector:
                 break
 
     def check_gradients(self, *, is_first: bool = False) -> None:
-        """Warn where others have changed parameters or gradients; from here on they may change.
+        """Warn if other code changed parameters or gradients; from here on they may change.
 
         Args:
             is_first: the first micro-batch of a step begins, before which there must be none.
@@ -201,7 +201,7 @@ class MisuseDetector:
         self._remember()
 
     def check_loss(self, loss: Tensor, *, mean: bool, weight: float) -> None:
-        """Warn where a loss is a mean but a sum is expected, or the reverse.
+        """Warn if a loss is a mean but a sum is expected, or the reverse.
 
         Args:
             loss: a scalar with its graph, whose last operation says what it is.

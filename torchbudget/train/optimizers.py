@@ -39,7 +39,7 @@ class Optimizers:
         schedulers: of their learning rates.
         scaler: of their gradients.
         max_norm: that the gradients of all of them are clipped to.
-        skip_nonfinite: no optimizer steps where a gradient is not finite, without a scaler too.
+        skip_nonfinite: no optimizer steps if a gradient is not finite, without a scaler too.
 
     Raises:
         OptionError: no optimizer, a norm that is not positive, or an optimizer or scheduler that
@@ -80,7 +80,7 @@ class Optimizers:
         return list({id(p): p for p in self.each_parameter()}.values())
 
     def unscale(self) -> Tensor | None:
-        """Unscale the gradients; return their `largest_share`, `None` where nobody asks for it."""
+        """Unscale the gradients; return their `largest_share`; `None` if it is not needed."""
         scaled = self._scaled()
         if not self._scales() and not self.skip_nonfinite:
             return None

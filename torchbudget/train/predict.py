@@ -69,7 +69,7 @@ def outputs_of(
         forward: called with each batch.
         loader: of batches of every sample.
         gather: "all" or "first": the ranks that return the outputs.
-        group: of the ranks that the sampler deals to.
+        group: of the ranks that the sampler plans for.
         progress: show a bar.
         folder: opens a folder that keeps outputs.
     """
@@ -213,10 +213,10 @@ class _Results:
         self._came[mine] = True
 
     def all(self) -> Any:
-        """Return them, once all have come.
+        """Return them, once all samples have outputs.
 
         Raises:
-            OptionError: one did not come.
+            OptionError: a sample has none.
         """
         for index in np.flatnonzero(~self._came).tolist():
             raise OptionError(f"index {index} has no output: {_OTHER_PLANS}")

@@ -88,7 +88,7 @@ class Attempt:
 
 
 class SplitRun:
-    """The runs of one batch: of the whole and, where memory runs out, of its parts.
+    """The runs of one batch: of the whole and, if memory runs out, of its parts.
 
     Args:
         batch: to be run.
@@ -97,8 +97,8 @@ class SplitRun:
 
     Attributes:
         attempt: the run of a part that has not succeeded yet, and can be undone.
-        whole: the first run, where it failed: then parts are run, of which some may have succeeded.
-        gave_up: why this rank has given up, of which other ranks do not know.
+        whole: the first run, if it failed: then parts are run, and some may have succeeded.
+        gave_up: the error for which this rank gave up; other ranks do not know it yet.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class Step:
 
 
 def read_at_once(tensors: Sequence[Tensor | None]) -> list[float | None]:
-    """The numbers of tensors of one element; devices are waited for once, where there are any."""
+    """The numbers of tensors of one element; waits for devices once, if there are any."""
     given = [in_float64(one).reshape(()) for one in tensors if one is not None]
     numbers = torch.stack([one.to(given[0].device) for one in given]).tolist() if given else []
     return [None if one is None else numbers.pop(0) for one in tensors]
@@ -79,7 +79,7 @@ class Pending:
     Attributes:
         micro_batches: parts of a micro-batch that was split count once.
         samples: in them.
-        weight: Σ weight, where it is known.
+        weight: Σ weight, if it is known.
         unread: Σ weight of the tensors on a device, which are read at the step; NaN where one of
             them is below 0.
         loss: Σ loss, in float64.
@@ -149,7 +149,7 @@ def checked_weight(weight: float | Tensor | None) -> float:
 
 
 def check_scalar(loss: object) -> None:
-    """Raise an `OptionError` where a loss is not a tensor of one number."""
+    """Raise an `OptionError` if a loss is not a tensor of one number."""
     if not isinstance(loss, Tensor):
         raise OptionError(
             f"the loss must be a scalar tensor with its graph, got {type(loss).__name__}: pass the "
@@ -171,7 +171,7 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaching:
-    """Steps of at least so many micro-batches or samples, or of at least a weight, on each rank.
+    """Steps of at least a number of micro-batches or samples, or a weight, on each rank.
 
     Attributes:
         amount: what is compared: "micro_batches", "samples" or "weight".
@@ -186,7 +186,7 @@ class Reaching:
         return bool(getattr(pending, self.amount) >= self.least)
 
     def taken(self, micro_batches: int) -> None:
-        """Take note of a step that had so many micro-batches of this rank."""
+        """Note the number of this rank's micro-batches in a step."""
 
     def restarted(self) -> bool:
         """Whether the data began again, so that what is pending is of an earlier epoch."""
@@ -221,7 +221,7 @@ class Planned:
                     "a micro-batch began, but no further step is planned: pass the sampler of "
                     "these batches to the accumulator as steps=, and use each batch once"
                 )
-            # What is pending from an epoch without flush() goes into this step.
+            # Micro-batches pending from an epoch without flush() go into this step.
             self._end = pending.micro_batches - 1 + steps[self._begun]
             self._begun += 1
         return pending.micro_batches >= self._end

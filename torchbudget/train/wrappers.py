@@ -64,7 +64,7 @@ class DistributedModules:
         self.check_options()
 
     def check_options(self) -> None:
-        """Raise an `OptionError` where DDP has an option that the accumulator would bypass."""
+        """Raise an `OptionError` if DDP has an option that the accumulator would bypass."""
         for module in self._replicated:
             if module.static_graph or module._comm_hooks or module._delay_all_reduce_params:
                 raise OptionError(
@@ -74,7 +74,7 @@ class DistributedModules:
                 )
 
     def check_group(self, group: Any) -> None:
-        """Raise an `OptionError` where modules are distributed over other ranks than share a step.
+        """Raise an `OptionError` if modules are distributed over other ranks than share a step.
 
         Args:
             group: of the processes that share a step; `None`: all.
@@ -134,7 +134,7 @@ class DistributedModules:
         return [parameter for parameter in parameters if id(parameter) not in left]
 
     def check_meshes(self, parameters: Iterable[Tensor], group: Any) -> None:
-        """Raise an `OptionError` where a DTensor that is summed is spread over ranks of the group.
+        """Raise an `OptionError` if a DTensor that is summed is spread over ranks of the group.
 
         Their parts are of different elements, whose sum has no meaning.
         """
@@ -183,7 +183,7 @@ class DistributedModules:
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
-        """No gradients are reduced inside, except by FSDP2 where it is the step's last backward."""
+        """No gradients are reduced inside, except by FSDP2 in the step's last backward."""
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
