@@ -80,7 +80,7 @@ class AssumedCuda:
 
     @classmethod
     def detect(cls) -> AssumedCuda:
-        """Read the settings of the environment; a device is not asked, which would start CUDA."""
+        """Read the settings of the environment, not the device, which would start CUDA."""
         stated = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         each = sum(int(size) * int(number) * 1024 for size, number in stated)
         workspace_bytes = 2 * (each + 2**20) if each else WORKSPACE_BYTES

@@ -44,7 +44,7 @@ class _Observations:
     Attributes:
         margin: the least that covers every step.
         steps: how many were observed.
-        largest_bytes: the largest bytes of any, where an allocator keeps what it reserved.
+        largest_bytes: the largest bytes of any, if an allocator keeps reserved memory.
         planned_margin: the margin of the cost that batches are planned with by now.
         retries: allocations that succeeded once the cache was flushed.
     """

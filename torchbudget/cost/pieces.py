@@ -109,7 +109,7 @@ class Piece:
         return np.broadcast_to(np.asarray(flops, float), len(shapes))
 
     def holds(self, shapes: npt.ArrayLike) -> npt.NDArray[np.int8]:
-        """`EXACT` where every condition holds, `TESTED` where a harmless set fails, else 0."""
+        """`EXACT` if every condition holds, `TESTED` if a harmless set fails, else 0."""
         failed = failed_of(self._expressions, self.fixed, self.conditions, shapes)
         held = np.where(failed.any(axis=0), NOT_HELD, EXACT).astype(np.int8)
         for some in self.harmless:
@@ -189,7 +189,7 @@ class Grid:
         return replace(self, values=values, reached=MAX_BYTES)
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
-        """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² where nothing was measured."""
+        """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² if nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         area = shapes[:, 0] * self._areas(shapes[:, 1:])
         total = np.zeros(len(shapes))
@@ -246,7 +246,7 @@ class Grid:
 
 
 def along(numbers: Sequence[int], values: Sequence[float], wanted: npt.ArrayLike) -> FloatArray:
-    """Lines between values at some numbers; the first and the last one go on."""
+    """Lines between values at some numbers; the first and the last line continue."""
     n, value, at = np.array(numbers, float), np.array(values), np.asarray(wanted, float)
     k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
     return np.asarray(value[k] + (value[k + 1] - value[k]) * (at - n[k]) / (n[k + 1] - n[k]))

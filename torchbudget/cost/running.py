@@ -35,7 +35,7 @@ _NEAR: Final = 0.95
 # Bytes in use for each traced byte, assumed before the first run.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
-# Runs on the CPU that are enough, with one more, where all agree: an encoder of 5 million
+# Runs on the CPU that are enough, with one more, if all agree: an encoder of 5 million
 # parameters is measured under 3 GiB in 42 s of computing; with four, in 52 s; with all, in 69 s.
 _AGREEING: Final = 3
 # Peaks of one shape were seen to grow by up to 14.8 MiB after 50 others, without any tensor:

@@ -146,9 +146,9 @@ class StepChecks:
         return any(one.training and any(True for _ in one.parameters()) for one in modules)
 
     def idle_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of which no trained parameter was stepped, by any optimizer.
+        """Optimizers without a trained parameter that any optimizer stepped.
 
-        None where no optimizer stepped at all; not those that have their state from steps before:
+        None if no optimizer stepped at all; not those that have their state from steps before:
         it is counted with all other tensors.
         """
         optimizers = self._state.optimizers
@@ -179,7 +179,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
     """A list that is filled if the gradient of a parameter is computed inside.
 
-    Also where it is not accumulated, as by `torch.autograd.grad`, or cleared again.
+    Also if it is not accumulated, as by `torch.autograd.grad`, or cleared again.
     """
     made: list[bool] = []
     hooked = [(p, p._backward_hooks) for p in parameters if p.requires_grad]

@@ -113,7 +113,7 @@ class Domain:
         return tuple(np.clip(rounded, self.smallest, self.largest).tolist())
 
     def nodes(self, count: int) -> list[list[int]]:
-        """Up to so many sizes on each axis, from the smallest to the largest."""
+        """Up to a number of sizes on each axis, from the smallest to the largest."""
         shares = np.linspace(0, 1, count)
         if self.known is None:
             return [sorted({self.between(one)[k] for one in shares}) for k in range(self.axes)]

@@ -73,7 +73,7 @@ class Surface:
         offset: float = 0.0,
         scale: float = 1.0,
     ) -> Surface:
-        """The table of pieces, where they hold, and of a grid elsewhere.
+        """The table of pieces where they hold, and of a grid elsewhere.
 
         Args:
             levels: the sizes of the table, for each axis.
@@ -174,7 +174,7 @@ class Surface:
         return column, beyond
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing is known."""
+        """See `CostModel.batch_bytes`; `MAX_BYTES` if nothing is known."""
         number = np.asarray(n, np.int64)
         if number.size and number.min() < 0:
             raise CostError(f"a batch has at least 0 samples, got {number.min()}")
@@ -208,7 +208,7 @@ class Surface:
         return np.where(beyond, 0, found)
 
     def _fitting(self, budget_bytes: int) -> IntArray:
-        """The capacities under a budget, which are kept for the budgets asked last."""
+        """The capacities under a budget, kept for the last budgets."""
         if budget_bytes not in self._asked:
             for old in [*self._asked][:-7]:
                 del self._asked[old]

@@ -73,19 +73,19 @@ class ValueDependentError(CostError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """The storages of two steps, and the shapes at which they come and go just so.
+    """The storages of two steps, and the shapes with this sequence of allocations and frees.
 
     Attributes:
-        expressions: that the others refer to.
+        expressions: expressions that the other attributes refer to.
         sizes: the different sizes of storages in bytes, as numbers of expressions.
         events: the storage size of each event, an index of `sizes`.
-        signs: +1 where a storage was allocated, −1 where it was freed.
+        signs: +1 if a storage was allocated, −1 if it was freed.
         starts: the event at which the second step begins, and the number of events.
-        conditions: conditions on the shape, as expressions, and the line of code that asked.
+        conditions: conditions on the shape, as expressions, and the line of code of each.
         fixed: the value of each coordinate that has no symbol, `None` of others.
         granularity: each storage takes a multiple of it, in bytes.
         flops: floating-point operations of the second step, as an expression.
-        assumed: how often a step asked a tensor for a truth value, and got `False`.
+        assumed: how often the step branched on a value of a tensor, taken as `False`.
         seconds: of computing that it took.
     """
 
@@ -169,7 +169,7 @@ class Trace:
         )
 
     def why(self, shape: Shape) -> str:
-        """The first condition that does not hold at a shape, and the line of code that asked."""
+        """The first condition that does not hold at a shape, and its line of code."""
         failed = np.flatnonzero(self.failed([shape])[:, 0])
         if not len(failed):
             return ""
@@ -191,7 +191,7 @@ class Tracer:
         make: makes a batch of a shape.
         state: what the step refers to.
         checks: of the step.
-        target: the device that the step is to run on, where that is another one.
+        target: the device that the step will run on, if that is another one.
         complete: whether it must be a whole training step, or forward only.
     """
 
