@@ -54,7 +54,7 @@ def share_of(batches: int | None, worker: int, workers: int) -> int | None:
 class StreamCursor(NamedTuple):
     """A place between two micro-batches of one process.
 
-    A tuple, since each batch comes with one: a dataclass takes ten times as long to make.
+    A tuple, since each batch has one: a dataclass takes ten times as long to make.
 
     Attributes:
         epoch: number of the epoch.
@@ -80,7 +80,7 @@ class StreamCursor(NamedTuple):
     checksum: int | None = None
 
     def following(self, batches: int | None) -> StreamCursor:
-        """Return the place before the first micro-batch of the next epoch, of so many."""
+        """Return the place before the first micro-batch of the next epoch."""
         if batches is None:
             return StreamCursor(self.epoch + 1, first_epoch=self.epoch + 1)
         return self._replace(epoch=self.epoch + 1, to_come=batches)
@@ -108,7 +108,7 @@ class Standing:
         rounds: number of their micro-batches that are done.
         to_come: as in a cursor.
         turn: the slots of a rank's processes begin with this one.
-        ended: a batch was asked for after the last one.
+        ended: a batch was requested after the last one.
     """
 
     slot: WorkerSlot
@@ -144,7 +144,7 @@ class StreamState:
         cursors: cursors of the workers, by number; or that of one process alone.
         dealing: what must be the same for the first of them to go on within a window; for the
             others the same but the number of the worker.
-        turn: the worker whose batch comes next; of one process alone, that of the first process.
+        turn: the worker of the next batch; of one process alone, that of the first process.
     """
 
     cursors: list[StreamCursor]
@@ -189,7 +189,7 @@ class StreamState:
         """Return plain JSON types, except for the source's own states; some 50 bytes a worker.
 
         Args:
-            seeks: the source goes on by its own state; otherwise it is skipped through.
+            seeks: the source continues by its own state; otherwise its items are skipped.
 
         If each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
@@ -233,7 +233,7 @@ class StreamState:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
 
     def check_order(self, dealing: Plain) -> None:
-        """Raise a `StateMismatchError` if positions mean other samples than in this dealing."""
+        """Raise a `StateMismatchError` if positions mean other samples than with these options."""
         if differs := _differences(self.dealing, dealing, _ORDER):
             raise StateMismatchError(
                 "the state belongs to another source or order, so its position means other "
@@ -241,10 +241,10 @@ class StreamState:
             )
 
     def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
-        """Return the cursor at which a process goes on.
+        """Return the cursor at which a process continues.
 
         Raises:
-            StateMismatchError: this process cannot go on from it.
+            StateMismatchError: this process cannot continue from it.
         """
         self.check_order(dealing)
         number, saved = slot.worker % len(self.cursors), self.dealing

@@ -294,7 +294,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return np.array([numbers.setdefault(self._group(one), len(numbers)) for one in samples])
 
     def _dealing(self, slot: WorkerSlot) -> Plain:
-        """The options that must be the same for samples to be read, cut and dealt the same way."""
+        """The options that must be the same for samples to be read and planned the same way."""
         source = self._source
         dealing: Plain = self._stated | asdict(slot)
         dealing |= {

@@ -24,7 +24,7 @@ class EpochReader(Iterator[Any]):
         turn: see `Standing`.
 
     Attributes:
-        standing: the place where it stands.
+        standing: its present position.
         windows: the windows that it reads.
         counts: number of runs when it began, if its end is noted for all processes.
         present: a list whose first element is the standing that was moved last.
@@ -72,7 +72,7 @@ class EpochReader(Iterator[Any]):
         return batch
 
     def find_end(self) -> bool:
-        """End the epoch if nothing is left of it, before a batch is asked for; whether it did.
+        """End the epoch if nothing is left of it, before the next batch; return whether it did.
 
         `StatefulDataLoader` saves a finished epoch as it stood after its last batch. It then has
         workers that load that state begin the next loop at once, or starts new ones.

@@ -149,7 +149,7 @@ class Reader:
         return []
 
     def note_state(self) -> None:
-        """Note the state of the source, which stands where a window begins."""
+        """Note the state of the source, which is at the beginning of a window."""
         self.state = None
         if self._source is not None and not self._over and not self._ahead:
             source = copy.deepcopy(self._source.state_dict())
@@ -170,7 +170,7 @@ class Reader:
                 self._some(stop - self._read, keep=False)
 
     def go_to(self, cursor: StreamCursor) -> None:
-        """Go to where the samples of a cursor's checksum begin, before anything is read.
+        """Go to the first sample of a cursor's checksum, before anything is read.
 
         Raises:
             StateMismatchError: there are fewer items; or the item after the source's state is
@@ -201,7 +201,7 @@ class Reader:
 
         Args:
             n: at least 1.
-            most_bytes: as soon as the items have them, others are left; `None`: none is.
+            most_bytes: reading stops as soon as the items have them; `None`: no limit.
             keep: `False`: the items are skipped.
         """
         _, shard = self._shards[len(self._starts) - 1]

@@ -45,7 +45,7 @@ class Sent:
     sizes: int | None
 
     def pin_memory(self, device: Any = None) -> Sent:
-        """Return it with a batch that is pinned as if it came alone."""
+        """Return it with its batch pinned."""
         return replace(self, batch=pin_memory(self.batch, device))
 
 
@@ -157,7 +157,7 @@ class StreamRun(Run[StreamState]):
         return place.to_plain(seeks=self._stream._source.may_seek)
 
     def close(self) -> None:
-        """End the run where it stands; workers that persist end if it was broken off."""
+        """End the run at its position; persistent workers end if it was left early."""
         live = self._batches
         if live is None:
             return

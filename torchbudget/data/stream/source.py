@@ -79,7 +79,7 @@ class Source:
 
     @property
     def has_states(self) -> bool:
-        """True if it has states that say where it stands."""
+        """True if it has states of its position."""
         return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
 
     def beginning(self) -> Any:

@@ -68,7 +68,7 @@ class BufferedSamples:
         cursor: the boundary before them.
         samples: the samples, in the order in which they were read.
         following: the boundary after them; a pass, if they are the last of one.
-        source: the source's state where their window begins.
+        source: the source's state at the beginning of their window.
         checksum: a checksum of their sizes, or of their number.
         sizes: sizes of the samples, if sizes are taken; `None`: they were not, yet.
     """
@@ -82,7 +82,7 @@ class BufferedSamples:
 
 
 class Windows:
-    """The windows of one process, one after the other, cut and dealt to the ranks.
+    """The windows of one process, one after the other, cut and split over the ranks.
 
     A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
     it, they belong to it. It is cut in parts when the bytes of the look-ahead are used up.
@@ -118,13 +118,13 @@ class Windows:
 
         A place is the beginning of the samples that are cut together, and the number of their
         rounds that are done. With several ranks the last round waits for the next samples: at the
-        end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
+        end of the stream it is cut anew, with samples that cannot be split evenly alone.
 
         Raises:
             StateMismatchError: samples whose first rounds are done are cut in other places.
         """
         ranks, rank = self._ranks, self._slot.rank % self._ranks
-        uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
+        uneven: BufferedSamples | None = None  # cannot be split evenly alone
         last: list[_MicroBatch] = []  # the round that waits
         expected = start.checksum if start.rounds else None
         begun, before = start, 0
@@ -187,7 +187,7 @@ class Windows:
         """Return the cuts, and the micro-batches of one round after the other.
 
         Raises:
-            UnevenRanksError: they cannot be dealt evenly.
+            UnevenRanksError: they cannot be split evenly.
         """
         stream, samples, cursor = self._stream, buffered.samples, buffered.cursor
         sizes = buffered.sizes
@@ -295,7 +295,7 @@ class Windows:
         """Note that a pass over `items` items has ended, and whether any gave samples.
 
         Raises:
-            SampleError: none came of all that this process reads.
+            SampleError: the items of this process gave no samples.
         """
         stream, slot = self._stream, self._slot
         alone = slot.part(stream._source.split)[1] == 1
