@@ -222,7 +222,7 @@ def test_the_allocator_gets_what_the_budget_leaves(monkeypatch):
     assert fake.now.reserved_bytes == GiB(3)  # or it could keep what it had reserved
     assert str(limit).startswith(
         "cuda:1: torch's allocator may reserve 9 GiB: the budget of 10 GiB less 1 GiB in use "
-        "outside it; what libraries and collectives allocate later"
+        "outside it; later allocations of libraries and"
     )
     fake.load(GiB(1))
     assert limit_device_memory(MemoryBudget(device="10GiB"), "cuda").reserved_bytes == GiB(8)

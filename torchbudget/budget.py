@@ -168,8 +168,8 @@ class DeviceLimit:
         return (
             f"{self.device}: torch's allocator may reserve {format_bytes(self.reserved_bytes)}: "
             f"the budget of {format_bytes(self.budget_bytes)} less "
-            f"{format_bytes(self.outside_bytes)} in use outside it; what libraries and collectives "
-            "allocate later is not limited"
+            f"{format_bytes(self.outside_bytes)} in use outside it; later allocations of libraries "
+            "and collectives are not limited"
         )
 
 

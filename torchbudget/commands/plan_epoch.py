@@ -44,7 +44,7 @@ _RULES: Final[dict[str, dict[str, Any]]] = {
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     unit_help = "instead: bytes of one element, such as a token; one number for each ragged axis"
-    fixed_help = 'bytes beside those of the elements, such as "500MB"'
+    fixed_help = 'bytes of the step besides the elements, such as "500MB"'
     add = parser.add_argument
     add("sizes", metavar="SIZES", help=SIZES_HELP)
     add("--budget", required=True, help='the device\'s bytes, such as "8GiB"')

@@ -158,7 +158,7 @@ class MonitorReport:
         predicted = [one for one in self.batches if one.get("predicted_bytes")]
         if predicted:
             share = max(batch["bytes"] / batch["predicted_bytes"] for batch in predicted)
-            yield f"batches took at most {share:.1%} of what was predicted"
+            yield f"batches took at most {share:.1%} of the predicted bytes"
         if not self.end:
             yield f"no end was written: it was killed after {self.peak.time_s:.1f} s, or is running"
             return

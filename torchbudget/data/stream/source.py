@@ -241,7 +241,7 @@ def source_of(data: Any, split: Split | None, *, shuffle: bool, seed: int) -> So
     kind = _kind_of("the source", data)
     if kind is ShardList:
         if not data:
-            raise OptionError("the list of shards is empty")
+            raise OptionError("the list of shards must not be empty")
         for number, shard in enumerate(data):
             _kind_of(f"shard {number}", shard, is_shard=True)
     if kind is Indexed and split not in (None, "none"):
@@ -261,8 +261,8 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
     if isinstance(data, Iterator):
         raise OptionError(
             f"{name} is an iterator, which is used up after one epoch, and cannot be shared by "
-            "workers: pass what it iterates over, or a function (shard, num_shards) that returns "
-            "an iterator over that part"
+            "workers: pass the object that it iterates over, or a function (shard, num_shards) "
+            "that returns an iterator over that part"
         )
     can_open = isinstance(data, Iterable) or callable(data)
     is_sample = is_shard and (isinstance(data, (torch.Tensor, np.ndarray)) or not can_open)

@@ -477,7 +477,7 @@ def _transformed(stream: BudgetedIterableDataset, item: Item) -> list[Any] | Sam
                 size_of(sample, stream._size, name[1])
     except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
         described = stream._source.describe(name, value)
-        failure = SampleError(f"{described} cannot be made: {type(error).__name__}: {error}")
+        failure = SampleError(f"{described} cannot be transformed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure
     finally:
