@@ -126,7 +126,7 @@ def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
         raise OptionError(
             f"the sampler plans for rank {sampler.rank} of {sampler.num_replicas}, but this "
             f"process is rank {ranks.rank} of {len(ranks)} in the process group, so outputs would "
-            "be missing: make the sampler with that num_replicas and rank"
+            "be missing: pass num_replicas and rank of the group to the sampler"
         )
     return ranks
 

@@ -227,7 +227,7 @@ class StreamState:
             wrong = [n for n in numbers if not (isinstance(n, dict) or (is_int(n) and n >= 0))]
             dealt = turn in range(dealing["workers"]) and len(cursors) in (1, dealing["workers"])
             if wrong or not dealt:
-                raise ValueError(f"expected ints of at least 0, got {wrong}, or turn={turn!r}")
+                raise ValueError(f"{wrong} must be ints of at least 0, turn={turn!r} a worker")
             return cls(cursors=cursors, dealing=dealing, turn=turn)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
