@@ -106,6 +106,13 @@ class Chain:
         assert set(counts.values()) == {1}, "a sample twice"
         return counts
 
+    def drawn_options(self) -> dict[str, Any]:
+        """The options with the labels of the samples that are drawn."""
+        if len(self.kept) == len(self.sizes):
+            return self.options
+        kept, labels = sorted(self.kept), {"groups", "units"} & {*self.options}
+        return self.options | {name: self.options[name][kept] for name in labels}
+
     # ------------------------------------------------------------------ one start
 
     def start(self) -> None:
@@ -113,11 +120,7 @@ class Chain:
         self.told["starts"] += 1
         ranks, budget = self.now
         those = samplers(self.sizes, self.cost, budget, ranks, **self.options)
-        options = self.options
-        if len(self.kept) < len(self.sizes):  # groups of the samples that are drawn
-            kept, labels = sorted(self.kept), {"groups", "units"} & {*options}
-            options = options | {name: options[name][kept] for name in labels}
-        reasons = reasons_of(self.sizes, self.cost, budget, ranks, options)
+        reasons = reasons_of(self.sizes, self.cost, budget, ranks, self.drawn_options())
         # Ranks that take over may find too few samples for them.
         reasons |= {"too few for": ranks > 1 and self.saved is not None}
         try:
@@ -199,6 +202,6 @@ class Chain:
         left = len(self.kept)
         if "batches_per_epoch" not in self.options and self.epoch < EPOCHS:
             left -= self.came[self.epoch].total()
-        ranks = ranks if ranks <= sharing_ranks(self.options, left) else 1
+        ranks = ranks if ranks <= sharing_ranks(self.drawn_options(), left) else 1
         before, self.now = self.now, (ranks, budget)
         return self.now != before
