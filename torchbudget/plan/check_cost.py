@@ -37,22 +37,20 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     """
     some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest[None]])
     padded = np.unique(rules.padded(some), axis=0)
-    # The budget, and the limits that depend on sizes.
+    # The budget, the limits that depend on sizes, and the work.
     limits = [limit for limit in rules.limits if limit.name == "cost" or limit.most is None]
-    models = [*limits]
     if rules.balance is not None:
-        models.append(Limit("balance", rules.balance, rules.budget_bytes))
-    for limit in models:
+        limits.append(Limit("balance", rules.balance, rules.budget_bytes))
+    most = _MOST if rules.most is None else rules.most
+    for limit in limits:
         _check_shapes(limit.name, limit.cost, padded, limit.amount)
         if isinstance(limit.cost, AdditiveCost):  # samples are added one by one
             name, function = f"{limit.name}.item_bytes", limit.cost.item_bytes
             _answer(name, function, padded, shape=(len(padded),))
-    most = _MOST if rules.most is None else rules.most
-    for limit in limits:
+        else:
+            _check_capacity(limit, padded, most)
         if isinstance(limit.cost, MeasuredCost) and limit.cost.caution:
             warn(limit.cost.caution, MeasureWarning)
-        if not isinstance(limit.cost, AdditiveCost):
-            _check_capacity(limit, padded, most)
 
 
 def _check_capacity(limit: Limit, padded: IntArray, most: int) -> None:

@@ -33,8 +33,8 @@ class Ranks:
         even_sums: ranks wait for each other once a window (one optimizer step), so that the sums
             over a window must be even; otherwise they wait once a round.
         multiple: the number of micro-batches on each rank is a multiple of it.
-        repeats: a window that cannot be dealt evenly repeats samples, each in a micro-batch of its
-            own, for forward passes whose outputs can be discarded.
+        repeats: a window repeats samples up to a multiple of `number`, which can be split evenly,
+            for forward passes whose outputs can be discarded.
     """
 
     number: int = 1
@@ -64,7 +64,7 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     """
     rounds = -(-micro_batches // ranks.together) * ranks.multiple
     most = int(rounds.max()) * ranks.number
-    if most > length and not ranks.repeats:
+    if most > length:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
             f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be split "
@@ -196,77 +196,73 @@ def level(
             break
         starts = np.array(windows.starts(row, tried)[: head + 1])
         if len(starts) > head and windows.length - starts[head] >= ranks:
-            better = _Level(windows, row, starts, ranks).lowest(most)
+            better = _filled_up(windows, row, starts, ranks, most)
             if better is not None:
                 most, *found = better
     return None if found is None else (found[0], found[1])
 
 
-class _Level:
-    """A head of micro-batches that have their ranks, and a tail that fills the ranks up.
+def _filled_up(
+    windows: SortedWindows, row: int, starts: IntArray, ranks: int, most: int
+) -> tuple[int, IntArray, IntArray] | None:
+    """Deal a head of micro-batches, and fill the ranks up by the tail: see `level`.
 
     Args:
         windows: windows that were cut.
         row: number of the window.
         starts: starts of the head's micro-batches, and of the tail.
         ranks: number of ranks.
+        most: what the costliest rank's sum must be below.
+
+    Returns:
+        The costliest rank's sum, the starts and their numbers by round and rank.
     """
+    sizes, rules, cut = windows.sizes[row], windows.rules, int(starts[-1])
+    reach = None if windows.reach is None else windows.reach[row, cut:]
+    work = rules.costs(rules.work, np.diff(starts), rules.padded(sizes[starts[:-1]]))
+    dealt = deal_rounds(work[None], work[None], ranks)[0]
+    sums = work[dealt].sum(axis=0)
+    # The longest samples of the tail go to the rank with the most room.
+    order = np.argsort(sums, kind="stable")
+    tail = sizes[cut:]
+    new = np.append(True, tail[1:] != tail[:-1])
+    which = np.cumsum(new, dtype=np.int32)  # from 1 on
+    values, capacities = rules.padded(tail[new]), rules.capacity(tail[new], rules.budget_bytes)
+    together = max(_RUNS_AT_ONCE // len(values), 1)
 
-    def __init__(self, windows: SortedWindows, row: int, starts: IntArray, ranks: int) -> None:
-        sizes, rules = windows.sizes[row], windows.rules
-        self._sizes, self._starts, self._rules, self._ranks = sizes, starts, rules, ranks
-        self._reach = None if windows.reach is None else windows.reach[row, starts[-1] :]
-        head = starts[:-1]
-        work = rules.costs(rules.work, np.diff(starts), rules.padded(sizes[head]))
-        self._dealt = deal_rounds(work[None], work[None], ranks)[0]
-        self._sums = work[self._dealt].sum(axis=0)
-        # The longest samples of the tail go to the rank with the most room.
-        self._order = np.argsort(self._sums, kind="stable")
-        tail = sizes[starts[-1] :]
-        new = np.append(True, tail[1:] != tail[:-1])
-        self._which = np.cumsum(new, dtype=np.int32)  # from 1 on
-        self._values = rules.padded(tail[new])
-        self._fits = rules.capacity(tail[new], rules.budget_bytes)
-
-    def lowest(self, most: int) -> tuple[int, IntArray, IntArray] | None:
-        """The lowest level below `most`: the costliest rank's sum, starts and numbers."""
-        low, high, best = int(self._sums.max()), most, None
-        for _ in range(_HALVINGS):
-            middle = (low + high) // 2
-            bounds = self._bounds(middle)
-            if bounds is None:
-                low = middle
-            else:
-                high, best = middle, bounds
-        if best is None:
-            return None
-        starts = np.append(self._starts[:-1], self._starts[-1] + np.array(best[:-1]))
-        counts = np.diff(starts, append=len(self._sizes))
-        padded = self._rules.padded(self._sizes[starts])
-        work = self._rules.costs(self._rules.work, counts, padded)
-        last = np.empty(self._ranks, np.int64)
-        last[self._order] = len(self._starts) - 1 + np.arange(self._ranks)
-        rounds = np.vstack([self._dealt, last])
-        costliest = int(work[rounds].sum(axis=0).max())
-        if costliest >= most:
-            return None
-        # Round g again has the g-th costliest micro-batch of every rank.
-        again = np.argsort(-work[rounds], axis=0, kind="stable")
-        return costliest, starts, np.take_along_axis(rounds, again, axis=0)
-
-    def _bounds(self, top: int) -> list[int] | None:
-        """The starts of the ranks' runs in the tail under a level, and its end; `None`: too low."""
-        bounds, length = [0], len(self._which)
-        together = max(_RUNS_AT_ONCE // len(self._values), 1)
-        for first in range(0, self._ranks, together):
-            room = top - self._sums[self._order[first : first + together]]
-            fits = np.minimum(self._rules.work.capacity(self._values, room[:, None]), self._fits)
-            longest = self._rules.rounded(np.maximum(fits, 1))
+    def bounds_under(top: int) -> list[int]:
+        """The starts of the ranks' runs in the tail under a level, and the end of the last one."""
+        bounds = [0]
+        for first in range(0, ranks, together):
+            room = top - sums[order[first : first + together]]
+            fits = np.minimum(rules.work.capacity(values, room[:, None]), capacities)
+            longest = rules.rounded(np.maximum(fits, 1))
             for rank, runs in enumerate(longest, first):
                 at = bounds[-1]
-                left = length - at - (self._ranks - 1 - rank)  # each later rank gets a sample, too
-                run = runs[self._which[at] - 1]
-                if self._reach is not None:
-                    run = self._rules.rounded(np.minimum(run, self._reach[at]))
+                left = len(tail) - at - (ranks - 1 - rank)  # each later rank gets a sample, too
+                run = runs[which[at] - 1]
+                if reach is not None:
+                    run = rules.rounded(np.minimum(run, reach[at]))
                 bounds.append(at + min(int(run), left))
-        return bounds if bounds[-1] == length else None
+        return bounds
+
+    low, high, best = int(sums.max()), most, None
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        bounds = bounds_under(middle)
+        if bounds[-1] < len(tail):
+            low = middle
+        else:
+            high, best = middle, bounds
+    if best is None:
+        return None
+    starts = np.append(starts[:-1], cut + np.array(best[:-1]))
+    work = rules.costs(rules.work, np.diff(starts, append=len(sizes)), rules.padded(sizes[starts]))
+    last = np.empty(ranks, np.int64)
+    last[order] = len(starts) - ranks + np.arange(ranks)
+    rounds = np.vstack([dealt, last])
+    costliest = int(work[rounds].sum(axis=0).max())
+    # Round g again has the g-th costliest micro-batch of every rank.
+    again = np.argsort(-work[rounds], axis=0, kind="stable")
+    found = costliest, starts, np.take_along_axis(rounds, again, axis=0)
+    return found if costliest < most else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from torchbudget.plan.solver import WindowKey, solve, without_last
 
 # `should_add(batch, sample)`; the batch holds at least one sample.
 ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
-_TILE: Final = 8  # samples of a strip, if there are several axes and no cost
 
 
 class Rounds(NamedTuple):
@@ -65,8 +64,6 @@ def rounds_by_cost(
         sizes, labels = sizes[places], labels.take(places)
     if not len(sizes):
         return Rounds(places, [], [])
-    if len(sizes) < ranks.number:
-        raise UnevenRanksError(f"{len(sizes)} samples are too few for {ranks.number} ranks")
     block = solve(rules, sizes[None], ranks, key, labels=labels)
     starts, stops = block.starts.tolist(), block.stops.tolist()
     return Rounds(places[block.samples], starts, stops, block.amounts(rules).tolist())
@@ -83,14 +80,12 @@ def rounds_by_predicate(
 ) -> Rounds:
     """Cut a window into micro-batches that grow as long as a function of batch and sample says so.
 
-    The samples come in the order of sizes if there are any, else as they are. The other arguments
-    and errors are those of `rounds_by_cost`.
+    The samples come in the order of sizes if there are any (of several axes, of their sums), else
+    as they are. The other arguments and errors are those of `rounds_by_cost`.
     """
     order = list(range(len(samples)))
     if sizes is not None and len(sizes):
-        axes = sizes.shape[1] if sizes.ndim == 2 else 1
-        strips = max(round((len(sizes) / _TILE) ** (1 / axes)), 1)
-        order = arrange(sizes[None], strips)[0].tolist()
+        order = arrange(sizes.reshape(1, len(sizes), -1).sum(axis=2), 1)[0].tolist()
     runs: list[int] = []  # the number of samples in each
     batch: list[Any] = []
     for place in order:

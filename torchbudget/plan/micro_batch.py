@@ -127,8 +127,9 @@ class MicroBatch:
     def repeated(self) -> BoolArray:
         """Which of its samples another micro-batch has, too: see `Ranks.repeats`; shape `(n,)`."""
         span, block, place = self.window.span, self.window.span.block, self._place
-        samples = block.samples[block.starts[place] : block.stops[place]]
-        repeated: BoolArray = samples >= span.length * len(block.rounds)
+        samples, left = block.samples[block.starts[place] : block.stops[place]], span.cursor.left
+        own = span.length * len(block.rounds) if left is None else left.sum()
+        repeated: BoolArray = samples >= own
         return repeated
 
     @property

@@ -46,11 +46,9 @@ def skipped_samples(
         OversizeError: also if every sample is over the budget with `"skip"`.
     """
     check_oversize(oversize, rules)
-    if units is None:
-        over = oversized(sizes.values, sizes.largest, rules, oversize, "index {}".format)
-    else:
-        of_unit = lambda unit: f"index {units.leaders[unit]}"  # noqa: E731
-        over = oversized(sizes.values, sizes.largest, rules, oversize, of_unit, units)
+    called = lambda at: f"index {at if units is None else units.leaders[at]}"  # noqa: E731
+    over = oversized(sizes.values, sizes.largest, rules, oversize, called, units)
+    if units is not None:
         over = np.sort(units.samples(over))
     if over.size == len(sizes):
         raise OversizeError(

@@ -135,7 +135,7 @@ class Plan:
         # A pass has one part, or one part for each group.
         self._parts = order.groups or Members(NONE, np.array([0, len(order)]))
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
-        several = order.groups is None and order.labels.alike
+        several = order.groups is None and order.labels.alike and not ranks.repeats
         several &= rules.packing is None and not rules.shapes
         several &= rules.balance is None or ranks.even_sums
         self._most_windows = max(samples // self.window, 1) if several else 1
@@ -233,11 +233,9 @@ class Plan:
 
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
         """The windows of a pass. With groups, the next group is drawn by the samples left."""
-        cursor, order = cursor.dealt_by(self), self.order
-        begun, start = self._begun(cursor)
-        stretches = self._stretches(cursor, start)
-        for name, stretch in zip(order.names, stretches, strict=True):
-            self._check(cursor, stretch, name)
+        order, (cursor, begun, stretches) = self.order, self._remaining(cursor)
+        for stretch in stretches:
+            self._check(cursor, stretch)
         firsts, apart = self._parts.firsts[:-1].tolist(), order.groups is not None
         done = [one.start - first for one, first in zip(stretches, firsts, strict=True)]
         ends = [one.end - first for one, first in zip(stretches, firsts, strict=True)]
@@ -293,11 +291,6 @@ class Plan:
         """Solve windows: a function of (seed, epoch, position) that all other methods call."""
         order = self.order
         indices, sizes, left = self._samples(cursor, start, length, windows, left)
-        if self.ranks.repeats and windows == 1:
-            most = self._needed(cursor, start, length, left=left) * self.ranks.number
-            if most > len(indices):  # then no two samples share a micro-batch
-                indices = np.resize(indices, most)
-                sizes = self._sizes_at(indices)[None]
         # Windows are numbered over all passes: earlier passes, earlier windows of this one, these.
         each, done = self._parts.counts, np.array(cursor.groups or [start])
         whole, before = (int((-(-positions // self.window)).sum()) for positions in (each, done))
@@ -319,9 +312,13 @@ class Plan:
             end -= (end - start) % self.window
         return end
 
-    def _stretches(self, cursor: Cursor, start: int) -> list[Stretch]:
-        """The windows after the one that a cursor stands in: in turn, or of each group."""
-        parts = self._parts
+    def _remaining(self, cursor: Cursor) -> tuple[Cursor, Span | None, list[Stretch]]:
+        """The cursor as this plan deals it, its window, and the windows after that.
+
+        The windows after it come in turn, or are those of each group.
+        """
+        parts, cursor = self._parts, cursor.dealt_by(self)
+        begun, start = self._begun(cursor)
         starts = parts.firsts[:-1] + (0 if cursor.groups is None else np.array(cursor.groups))
         if self.order.groups is None:
             starts[0] = start
@@ -335,14 +332,14 @@ class Plan:
                 f"drop_last=True drops all {self.order.samples} samples of the epoch: they fill no "
                 "step, or no micro-batch on each rank, or no group does; pass drop_last=False"
             )
-        return stretches
+        return cursor, begun, stretches
 
-    def _check(self, cursor: Cursor, stretch: Stretch, name: Any = None) -> None:
+    def _check(self, cursor: Cursor, stretch: Stretch) -> None:
         """Raise an `UnevenRanksError` if a window cannot be split evenly over the ranks."""
         if self._last_is_even and not 0 < stretch.end - stretch.tail < self.ranks.number:
             return
         unsure = stretch._replace(start=stretch.tail) if self._all_are_even else stretch
-        self._count(cursor, unsure, name)
+        self._count(cursor, unsure)
 
     def _stretch(self, cursor: Cursor, start: int, end: int) -> Stretch:
         """Windows from a position to the end of a pass, or of a group; see `Stretch`."""
@@ -384,9 +381,9 @@ class Plan:
             left = np.append(left, np.ones(len(indices) - len(left), np.bool_))
             indices = indices[left]
         number = self.ranks.number
-        if self.rules.shapes and self.ranks.repeats:  # rounds of equal numbers have one shape
+        if self.ranks.repeats:  # a multiple of the ranks' number can always be split evenly
             indices = np.resize(indices, -(-len(indices) // number) * number)
-        if len(indices) < number and not self.ranks.repeats:
+        if len(indices) < number:
             raise UnevenRanksError(
                 f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
                 f"{self.ranks.number} ranks; use at most {len(indices)} ranks, or start the next "
@@ -425,7 +422,7 @@ class Plan:
         if cursor.left is None:
             return rounds
         spread = np.full(len(cursor.left), -1)
-        spread[cursor.left] = rounds
+        spread[cursor.left] = rounds[: cursor.left.sum()]  # the rest are repeated
         return spread
 
     def batches_left(self, cursor: Cursor) -> int:
@@ -437,11 +434,9 @@ class Plan:
         left = self._batches_left(cursor)
         if left is not None:
             return left
-        cursor = cursor.dealt_by(self)
-        begun, start = self._begun(cursor)
+        cursor, begun, stretches = self._remaining(cursor)
         rounds = 0 if begun is None else int(begun.block.rounds.sum()) - cursor.rounds
-        named = zip(self._stretches(cursor, start), self.order.names, strict=True)
-        return rounds + sum(self._count(cursor, one, name) for one, name in named)
+        return rounds + sum(self._count(cursor, one) for one in stretches)
 
     def _batches_left(self, cursor: Cursor) -> int | None:
         number = self.batches_per_epoch
@@ -455,13 +450,11 @@ class Plan:
 
     def windows_left(self, cursor: Cursor) -> int:
         """Windows from a cursor to the end of its pass: optimizer steps, if a window is one."""
-        cursor = cursor.dealt_by(self)
-        begun, first = self._begun(cursor)
-        stretches = self._stretches(cursor, first)
+        _, begun, stretches = self._remaining(cursor)
         whole = sum((one.tail - one.start) // self.window for one in stretches)
         return (begun is not None) + whole + sum(one.end > one.tail for one in stretches)
 
-    def _count(self, cursor: Cursor, stretch: Stretch, name: Any) -> int:
+    def _count(self, cursor: Cursor, stretch: Stretch) -> int:
         """Micro-batches on each rank that windows need.
 
         Raises:
@@ -475,6 +468,7 @@ class Plan:
                 windows = (min(tail, at + block) - at) // self.window
                 needed += self._needed(cursor, at, self.window, windows)
         except UnevenRanksError as error:
+            name = self.order.names[self._parts.at(start)]
             group = "" if self.order.groups is None else f"group {name!r}: "
             raise UnevenRanksError(f"{group}{error}") from None
         return needed

@@ -20,6 +20,7 @@ from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, jumps
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.groups import Labels
+from torchbudget.plan.pack import grouped_by
 from torchbudget.plan.rules import BatchRules
 
 # Most lengths that are compared for shapes. 4,096 of them take up to 30 times as long and gain
@@ -119,16 +120,11 @@ class RoundWindow(SortedWindows):
         which, most = self._longest(0, self.rules.budget_bytes)
         cut = jumps(which, most, self.length, ranks)
         starts = np.array(cut if self.length % ranks == 0 else self._uneven(cut, which, most))
-        counts = np.diff(starts, append=self.length)
-        rank = np.arange(ranks)
-        # Samples of earlier ranks in the round: the first ranks share out the remainder.
-        earlier = counts[:, None] // ranks * rank + np.minimum(counts[:, None] % ranks, rank)
-        begins = starts[:, None] + earlier
-        turn, of_rank = np.divmod(np.arange(self.length) - np.repeat(starts, counts), ranks)
-        place = begins[np.repeat(np.arange(len(starts)), counts), of_rank] + turn
-        order = np.argsort(place)
+        of_round = np.repeat(np.arange(len(starts)), np.diff(starts, append=self.length))
+        of_rank = (np.arange(self.length) - starts[of_round]) % ranks
+        order, begins = grouped_by(of_round * ranks + of_rank)
         self.samples, self.sizes = self.samples[order], self.sizes[:, order]
-        return [begins.reshape(-1)]
+        return [begins]
 
     def _uneven(self, starts: list[int], which: Sequence[int], most: Sequence[int]) -> list[int]:
         """Starts of rounds; in the last round, some ranks have one sample more.
