@@ -152,7 +152,7 @@ def test_groups_cost_few_rounds(ranks: int) -> None:
 
 def test_groups_come_by_first_appearance_without_shuffling() -> None:
     """Text is a label, too; a group's samples keep their order from window to window."""
-    labels = np.array(["b", "a", "b", "c", "a", "b"])
+    labels = np.array(["b", "a", "b", "c", "a", "b"], object)  # as a column of pandas
     sampler = group_sampler([9, 9, 9, 9, 9, 9], labels, shuffle=False, window=2)
     assert list(sampler) == [[0, 2], [5], [1, 4], [3]]
 

@@ -106,6 +106,6 @@ def rounds_by_predicate(
     stops = np.append(starts[1:], length)[: len(starts)]
     starts, stops = starts.reshape(-1, number), stops.reshape(-1, number)
     if key.shuffle and len(starts):
-        shuffled = np.argsort(key.words(np.array([len(starts)])))
+        shuffled = key.shuffled(np.array([len(starts)]))
         starts, stops = starts[shuffled], stops[shuffled]
     return Rounds(np.array(order, np.int64), starts.ravel().tolist(), stops.ravel().tolist())

@@ -128,7 +128,7 @@ def unit_labels(given: Any) -> tuple[Any, bool]:
     Raises:
         OptionError: a pair with another text.
     """
-    if not (isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) == 1):
+    if not (isinstance(given, (tuple, list)) and len(given) == 2 and np.ndim(given[0]) == 1):
         return given, False
     if given[1] != "micro_batch":
         raise OptionError(f"units must be labels, or (labels, 'micro_batch'), got {given[1]!r}")
@@ -151,6 +151,8 @@ def numbered(
         OptionError: labels of another type or shape.
     """
     given = np.asarray(labels)
+    if given.dtype.kind == "O" and all(isinstance(one, str) for one in given.flat):
+        given = given.astype(str)  # a text column of pandas or Arrow
     if given.shape != (length,) or given.dtype.kind not in "biuSU" or np.ma.is_masked(labels):
         raise OptionError(
             f"{name} must be one label a sample, ints or text of the shape ({length},), got "

@@ -393,8 +393,11 @@ class Plan:
         return indices, sizes.reshape(windows, -1, *sizes.shape[1:]), left
 
     def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
+        values = self.sizes.values
+        if not values.flags.c_contiguous:  # `take` would copy all of them
+            return values[indices]
         # The indices are in range by construction: "clip" spares NumPy checking each of them.
-        return self.sizes.values.take(indices, axis=0, mode="clip")
+        return values.take(indices, axis=0, mode="clip")
 
     # ------------------------------------------------------------------ samples and rounds left
 

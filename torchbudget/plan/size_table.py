@@ -69,7 +69,7 @@ class SizeTable:
         fingerprint, largest = _summary(values)
         narrow = np.min_scalar_type(int(largest.max()))
         if values.size * narrow.itemsize <= _COPY_BYTES:
-            values = values.astype(narrow)
+            values = values.astype(narrow, order="C")
         return cls(values, largest if largest.size > 1 else largest[0], fingerprint)
 
     def __len__(self) -> int:

@@ -8,8 +8,10 @@ the next: the solution is a function of the rules, the window's sizes, the ranks
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +38,7 @@ from torchbudget.plan.pack import (
     spread,
     work_of,
 )
-from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
+from torchbudget.plan.permutation import Stream, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.plan.shapes import RoundWindow
 from torchbudget.units import MAX_BYTES
@@ -65,11 +67,19 @@ class WindowKey:
     numbers: IntArray
     shuffle: bool
 
-    def words(self, rounds: IntArray) -> WordArray:
-        """A random word for each round, window after window; `rounds` has shape `(windows,)`."""
+    def shuffled(self, rounds: IntArray) -> IntArray:
+        """The order of all windows' rounds, each window's shuffled, shape `(rounds.sum(),)`.
+
+        Args:
+            rounds: of each window, shape `(windows,)`.
+        """
         first = np.repeat(self.places - (np.cumsum(rounds) - rounds), rounds)
         numbers = first + np.arange(len(first))
-        return shuffled_keys(self.seed, *self.path, Stream.ROUNDS, numbers=numbers)
+        words = shuffled_keys(self.seed, *self.path, Stream.ROUNDS, numbers=numbers)
+        # The window in the upper bits, so that one sort does.
+        bits = np.uint64(len(rounds).bit_length())
+        window = np.repeat(np.arange(len(rounds), dtype=np.uint64), rounds)
+        return np.argsort(window << (np.uint64(64) - bits) | words >> bits)
 
     def rotated(self, places: IntArray, rounds: IntArray) -> IntArray:
         """Give the places of rounds to other ranks in every window.
@@ -399,7 +409,8 @@ def solve(
     """
     if parts > 1:
         with suppress(UnevenRanksError):
-            return _in_parts(rules, sizes, ranks, key, strips, labels, parts)
+            part = partial(solve, rules, ranks=ranks, key=key, strips=strips)
+            return _in_parts(part, sizes, labels, ranks.number, parts)
     packs = rules.packing is not None and labels.groups is None
     first = packs or (labels.units is not None and not labels.whole)
     block = None
@@ -417,29 +428,23 @@ def solve(
     if ranks.number > 1:
         rounds = key.rotated(rounds, block.rounds)
     if key.shuffle:
-        rounds = rounds[_shuffled(block.rounds, key)]
+        rounds = rounds[key.shuffled(block.rounds)]
     number = rounds.reshape(-1)
     return replace(block, starts=block.starts[number], stops=block.stops[number])
 
 
 def _in_parts(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    ranks: Ranks,
-    key: WindowKey | None,
-    strips: int | None,
-    labels: Labels,
-    parts: int,
+    part: Callable[..., Block], sizes: npt.NDArray[Any], labels: Labels, number: int, parts: int
 ) -> Block:
-    """Solve one window part by part, in the order of its samples: see `solve`."""
+    """Solve one window part by part, in the order of its samples, for a number of ranks."""
     every = np.arange(sizes.shape[1])
     items = every if labels.units is None else labels.units
     firsts = np.flatnonzero(np.diff(items, prepend=-1))
     # A multiple of the number of ranks splits evenly for all sizes; the last part has the rest.
-    each = max(len(firsts) // parts // ranks.number, 1) * ranks.number
+    each = max(len(firsts) // parts // number, 1) * number
     blocks = []
     for at in np.split(every, firsts[each::each][: parts - 1]):
-        one = solve(rules, sizes[:, at], ranks, key, strips=strips, labels=labels.take(at))
+        one = part(sizes=sizes[:, at], labels=labels.take(at))
         places = (at[0] + places for places in (one.samples, one.starts, one.stops))
         blocks.append((*places, one.sizes, one.rounds))
     samples, starts, stops, dealt, rounds = map(np.concatenate, zip(*blocks, strict=True))
@@ -478,15 +483,6 @@ def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) ->
     exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
     dealt: IntArray = rounds[exists]
     return dealt
-
-
-def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
-    """The order of all windows' rounds, each window's shuffled, shape `(rounds.sum(),)`."""
-    words = key.words(rounds)
-    # The window in the upper bits, so that one sort does.
-    bits = np.uint64(len(rounds).bit_length())
-    window = np.repeat(np.arange(len(rounds), dtype=np.uint64), rounds)
-    return np.argsort(window << (np.uint64(64) - bits) | words >> bits)
 
 
 def default_window(ranks: int, *, positions: float = math.inf, micro_batches: float = 1.0) -> int:
