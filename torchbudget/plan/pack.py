@@ -132,8 +132,9 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
         work: weight of each item, shape `(items,)`; `None`: the sum of its shares of the rooms.
 
     Returns:
-        The bin of each item, shape `(items,)`; none is empty if there are as many items as bins.
-        In Python O(items · log bins), and O(bins) for an item that only a nearly full bin can take.
+        The bin of each item, shape `(items,)`; none is empty where there are as many items as bins.
+        In Python O(items · log bins). With several rooms, O(bins) for an item that only a nearly
+        full bin can take.
     """
     shares = parts / np.maximum(rooms, 1)[:, None]
     weights = shares.sum(axis=0) if work is None else work
@@ -168,7 +169,8 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
             if (left[number] - smallest) & enough == enough:  # else no later item fits either
                 heapq.heappush(parked, (-free(number), level, number))
         if not ready:
-            fitting = [one[1:] for one in parked if (left[one[2]] - item) & enough == enough]
+            some = parked if len(rooms) > 1 else []  # of one room, none that is parked has enough
+            fitting = [one[1:] for one in some if (left[one[2]] - item) & enough == enough]
             level, number = min(fitting, default=(0, len(left)))
             if fitting:
                 parked = [one for one in parked if one[2] != number]
