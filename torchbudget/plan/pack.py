@@ -132,7 +132,7 @@ def spread(parts: IntArray, rooms: list[int], bins: int, work: IntArray | None =
         work: weight of each item, shape `(items,)`; `None`: the sum of its shares of the rooms.
 
     Returns:
-        The bin of each item, shape `(items,)`; none is empty where there are as many items as bins.
+        The bin of each item, shape `(items,)`; none is empty if there are as many items as bins.
         In Python O(items · log bins). With several rooms, O(bins) for an item that only a nearly
         full bin can take.
     """

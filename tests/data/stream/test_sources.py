@@ -197,7 +197,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("source", [OnlyNext, Holder, lambda: [StartsOver().__iter__, Holder()]])
-@pytest.mark.parametrize("options", [{}, {"look_ahead": 3000}, {"window": 3}])
+@pytest.mark.parametrize("options", [{}, {"look_ahead": 3000}, {"look_ahead": 1}, {"window": 3}])
 def test_an_iterator_is_not_begun_again_at_each_read(source: Any, options: Any) -> None:
     stream = BudgetedIterableDataset(source(), TOKENS, 60, size=len, collate_fn=list, **options)
     times = 2 if isinstance(stream._source.data, list) else 1

@@ -102,8 +102,8 @@ class Windows:
         self._ranks, self._length = stream._window_ranks, stream._window
         self.first_sizes: int | None = None
         self._endless = stream._batches_per_epoch is not None
-        self._look_ahead = stream._look_ahead_of(slot)
-        self._run_bytes = None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
+        ahead = self._look_ahead = stream._look_ahead_of(slot)
+        self._run_bytes = None if ahead is None else ahead // _PART_AT_ONCE + 1
         # Items that a window needs; 1 finds the end of a pass, whose last batch drops.
         self._fewest = self._ranks if self._ranks > 1 or stream._drop_last else 0
         self._warned = False
