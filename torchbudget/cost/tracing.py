@@ -212,6 +212,11 @@ class Tracer:
         self._checks.check_parameters(contents=False)
         if self._target.type == "cuda":
             check_not_recurrent(state)
+        if any(isinstance(one, torch.optim.LBFGS) for one in state.optimizers):
+            raise ValueDependentError(
+                "values decide how many gradients of earlier steps an LBFGS keeps; "
+                "measure_cost(method='run') runs the real step"
+            )
 
     def concrete(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step on a batch of a shape, without any symbol and any mended function.
@@ -635,6 +640,12 @@ def _grouped_mm(
     return one.new_empty(shape, dtype=out_dtype)
 
 
+def _reduced(loss: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """A loss; torch keeps its mean or its sum in the storage of the losses of all elements."""
+    reduced = loss(*arguments)
+    return reduced if reduced.dim() else (arguments[0] + arguments[1]).as_strided((), ())
+
+
 def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> torch.Tensor:  # noqa: A002
     """The counts of `minlength` values."""
     if not isinstance(minlength, torch.SymInt) and not minlength:
@@ -692,6 +703,14 @@ _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    **{
+        loss: partial(_reduced, loss)
+        for loss in (
+            *(torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default),
+            torch.ops.aten.binary_cross_entropy.default,
+            torch.ops.aten.soft_margin_loss.default,
+        )
+    },
 }
 if hasattr(torch.ops.aten, "_grouped_mm"):  # since torch 2.8
     _WITHOUT_VALUES[torch.ops.aten._grouped_mm.default] = _grouped_mm
