@@ -73,10 +73,12 @@ class AssumedCuda:
     Attributes:
         expandable: whether the allocator's segments are expandable.
         workspace_bytes: of libraries.
+        scale: reserved bytes for each traced one.
     """
 
     expandable: bool
     workspace_bytes: int = WORKSPACE_BYTES
+    scale: float = _EXPANDABLE_SCALE
 
     @classmethod
     def detect(cls) -> AssumedCuda:
@@ -90,11 +92,6 @@ class AssumedCuda:
     def fixed_bytes(self) -> int:
         """Bytes on the device beside the step's tensors."""
         return CONTEXT_BYTES + self.workspace_bytes + _SMALL_BYTES + _PAGE_BYTES
-
-    @property
-    def scale(self) -> float:
-        """Reserved bytes for each traced one."""
-        return _EXPANDABLE_SCALE
 
     @property
     def caution(self) -> str:
@@ -145,11 +142,7 @@ def as_on_cuda(state: TrainingState) -> Iterator[None]:
 
     Args:
         state: what the step refers to; the options of optimizers are restored.
-
-    Raises:
-        CostError: a module is recurrent, of which cuDNN keeps what no other kernel shows.
     """
-    check_not_recurrent(state)
     groups = [group for one in state.optimizers for group in one.param_groups if _is_looped(group)]
     for group in groups:
         group["foreach"] = True
