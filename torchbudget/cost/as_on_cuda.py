@@ -31,8 +31,7 @@ CONTEXT_BYTES: Final = 768 * 2**20
 WORKSPACE_BYTES: Final = 2 * (8 * 2**22 + 2**20)
 # Of expandable segments: pools of small blocks, one page of 20 MiB, and gaps between blocks. On an
 # H200, 28 steps of 14 models reserved 1.01 to 1.26 times what they allocated.
-_SMALL_BYTES: Final = 18 * 2**20
-_PAGE_BYTES: Final = 20 * 2**20
+_SEGMENT_BYTES: Final = (18 + 20) * 2**20
 _EXPANDABLE_SCALE: Final = 1.26
 # Functions that autocast runs in float32 on CUDA, but not on the CPU.
 _IN_FLOAT32: Final = (
@@ -91,7 +90,7 @@ class AssumedCuda:
     @property
     def fixed_bytes(self) -> int:
         """Bytes on the device beside the step's tensors."""
-        return CONTEXT_BYTES + self.workspace_bytes + _SMALL_BYTES + _PAGE_BYTES
+        return CONTEXT_BYTES + self.workspace_bytes + _SEGMENT_BYTES
 
     @property
     def caution(self) -> str:
@@ -110,7 +109,7 @@ class AssumedCuda:
         assumed = (
             "predicted for CUDA, and checked on one card: storages in blocks of "
             f"{CUDA_BLOCK_BYTES} bytes, {context} for the context, {workspaces} for workspaces of "
-            f"cuBLAS, {format_bytes(_SMALL_BYTES + _PAGE_BYTES)} and {self.scale - 1:.0%} for gaps "
+            f"cuBLAS, {format_bytes(_SEGMENT_BYTES)} and {self.scale - 1:.0%} for gaps "
             "in expandable segments; workspaces of convolutions are not counted"
         )
         return [assumed, *([self.caution] if self.caution else [])]

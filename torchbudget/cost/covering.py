@@ -128,11 +128,12 @@ class Covering:
     # Symbolic pieces.
 
     def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
-        weights, poor = np.log(shapes).sum(axis=1), 0
+        logs, poor = np.log(shapes), 0
         while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
             inside = np.flatnonzero(left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
-            middle = shapes[inside[np.argsort(weights[inside])[len(inside) // 2]]]
+            off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
+            middle = shapes[inside[off.sum(axis=1).argmin()]]
             trace = self._piece_at(recipe, _distinct(tuple(middle.tolist()), shapes[inside]))
             if trace is None:
                 return

@@ -213,10 +213,7 @@ class Tracer:
         if self._target.type == "cuda":
             check_not_recurrent(state)
         if any(isinstance(one, torch.optim.LBFGS) for one in state.optimizers):
-            raise ValueDependentError(
-                "values decide how many gradients of earlier steps an LBFGS keeps; "
-                "measure_cost(method='run') runs the real step"
-            )
+            raise ValueDependentError("values decide what an LBFGS keeps; use method='run'")
 
     def concrete(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step on a batch of a shape, without any symbol and any mended function.
@@ -227,9 +224,11 @@ class Tracer:
             CostError: it does not run on fake tensors, or is only a part of a training step.
         """
         batch = self._make(shape)
-        # A step may take items out of its batch.
-        fresh: Callable[[Any], Any] = copy.copy if isinstance(batch, (dict, list)) else _same
-        return self._traced(lambda _: fresh(batch), shape, None, most_seconds)
+
+        def fresh(_: _Counter) -> Any:  # a step may take items out of its batch
+            return copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+
+        return self._traced(fresh, shape, None, most_seconds)
 
     def symbolic(self, recipe: Recipe, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step with symbols in place of the coordinates of `shape` that are above 1.
@@ -359,10 +358,6 @@ class Tracer:
             # Shared by all of the process's fake tensors, and unbounded.
             stack.callback(_forget_outputs, dict(FakeTensorMode.cache))
             yield
-
-
-def _same(one: Any) -> Any:
-    return one
 
 
 def _forget_outputs(known: dict[Any, Any]) -> None:
