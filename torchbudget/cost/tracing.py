@@ -542,7 +542,7 @@ class _Counter(TorchDispatchMode):
         if func is _UPDATE_SCALE:
             return args[0]
         kwargs = kwargs or {}
-        if func not in _LIFTS and (_has_real(args) or _has_real(kwargs.values())):
+        if func not in _LIFTS and _has_real((args, kwargs)):
             # Fake mode computes some operations for real if all of their tensors are real.
             args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func is _UNSCALE:
@@ -590,15 +590,10 @@ def _line_of(guard: Any) -> str:
     return f"{name}:{getattr(place, 'lineno', '?')} in {getattr(place, 'name', '?')}"
 
 
-def _has_real(values: Iterable[Any]) -> bool:
+def _has_real(arguments: Any) -> bool:
     """Whether any of the arguments of an operation is a real tensor."""
-    for one in values:
-        if isinstance(one, torch.Tensor):
-            if not isinstance(one, FakeTensor):
-                return True
-        elif isinstance(one, (list, tuple)) and _has_real(one):
-            return True
-    return False
+    tensors = (one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor))
+    return not all(isinstance(one, FakeTensor) for one in tensors)
 
 
 def _ctc_loss(

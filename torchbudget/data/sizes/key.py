@@ -27,7 +27,7 @@ def check_key(key: SizeKey) -> None:
     fields = key if isinstance(key, tuple) and key else (key,)
     if not all(isinstance(field, str) or is_int(field) for field in fields):
         raise OptionError(
-            f"a key of sizes is None, a str, an int, a tuple of those or a callable, got {key!r:.50}"
+            f"a key of sizes is None, a str, an int, a tuple of those or a callable: {key!r:.50}"
         )
 
 
