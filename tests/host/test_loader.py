@@ -234,7 +234,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         r"sample \d+ had the size \d+ when sizes were read, but has \d+ now",
         lambda: loader(Cropped(), step, "2GiB"),
     ),
-    "stream": (SizesError, "BudgetedIterableDataset", lambda: loader(Stream(), step, 9)),
+    "stream": (SizesError, "BudgetedIterable", lambda: loader(DataLoader(Stream()), step, 9)),
+    "sizes": (OptionError, "a key of sizes is", lambda: loader(dicts(), step, 9, size=SWAPPED)),
     "both": (
         OptionError,
         "leave collate_fn out",
@@ -389,7 +390,7 @@ def test_ranks_measure_together(tmp_path: Path) -> None:
     (cost, mine, refused), (others_cost, other, _) = results
     assert cost == others_cost
     assert sorted(mine + other) == list(range(64))
-    assert "2 ranks of 1024 TiB are more than machine has" in refused
+    assert "2 ranks of 1024 TiB exceed machine" in refused
 
 
 @pytest.mark.slow

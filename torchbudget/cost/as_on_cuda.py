@@ -31,8 +31,7 @@ CONTEXT_BYTES: Final = 768 * 2**20
 WORKSPACE_BYTES: Final = 2 * (8 * 2**22 + 2**20)
 # Of expandable segments: pools of small blocks, one page of 20 MiB, and gaps between blocks. On an
 # H200, 28 steps of 14 models reserved 1.01 to 1.26 times what they allocated.
-_SMALL_BYTES: Final = 18 * 2**20
-_PAGE_BYTES: Final = 20 * 2**20
+_SEGMENT_BYTES: Final = (18 + 20) * 2**20
 _EXPANDABLE_SCALE: Final = 1.26
 # Functions that autocast runs in float32 on CUDA, but not on the CPU.
 _IN_FLOAT32: Final = (
@@ -73,10 +72,12 @@ class AssumedCuda:
     Attributes:
         expandable: whether the allocator's segments are expandable.
         workspace_bytes: of libraries.
+        scale: reserved bytes for each traced one.
     """
 
     expandable: bool
     workspace_bytes: int = WORKSPACE_BYTES
+    scale: float = _EXPANDABLE_SCALE
 
     @classmethod
     def detect(cls) -> AssumedCuda:
@@ -89,12 +90,7 @@ class AssumedCuda:
     @property
     def fixed_bytes(self) -> int:
         """Bytes on the device beside the step's tensors."""
-        return CONTEXT_BYTES + self.workspace_bytes + _SMALL_BYTES + _PAGE_BYTES
-
-    @property
-    def scale(self) -> float:
-        """Reserved bytes for each traced one."""
-        return _EXPANDABLE_SCALE
+        return CONTEXT_BYTES + self.workspace_bytes + _SEGMENT_BYTES
 
     @property
     def caution(self) -> str:
@@ -113,7 +109,7 @@ class AssumedCuda:
         assumed = (
             "predicted for CUDA, and checked on one card: storages in blocks of "
             f"{CUDA_BLOCK_BYTES} bytes, {context} for the context, {workspaces} for workspaces of "
-            f"cuBLAS, {format_bytes(_SMALL_BYTES + _PAGE_BYTES)} and {self.scale - 1:.0%} for gaps "
+            f"cuBLAS, {format_bytes(_SEGMENT_BYTES)} and {self.scale - 1:.0%} for gaps "
             "in expandable segments; workspaces of convolutions are not counted"
         )
         return [assumed, *([self.caution] if self.caution else [])]
@@ -145,11 +141,7 @@ def as_on_cuda(state: TrainingState) -> Iterator[None]:
 
     Args:
         state: what the step refers to; the options of optimizers are restored.
-
-    Raises:
-        CostError: a module is recurrent, of which cuDNN keeps what no other kernel shows.
     """
-    check_not_recurrent(state)
     groups = [group for one in state.optimizers for group in one.param_groups if _is_looped(group)]
     for group in groups:
         group["foreach"] = True

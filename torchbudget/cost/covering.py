@@ -128,11 +128,12 @@ class Covering:
     # Symbolic pieces.
 
     def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
-        weights, poor = np.log(shapes).sum(axis=1), 0
+        logs, poor = np.log(shapes), 0
         while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
             inside = np.flatnonzero(left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
-            middle = shapes[inside[np.argsort(weights[inside])[len(inside) // 2]]]
+            off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
+            middle = shapes[inside[off.sum(axis=1).argmin()]]
             trace = self._piece_at(recipe, _distinct(tuple(middle.tolist()), shapes[inside]))
             if trace is None:
                 return
@@ -143,8 +144,6 @@ class Covering:
             left[(shapes == middle).all(axis=1)] = False
             gained = before - int(left.sum())
             poor += gained < _POOR * len(shapes)
-            if 0 in self._specialised(trace):  # another trace for every number of samples
-                return
             if left.any():
                 self.reason = trace.why(tuple(shapes[np.flatnonzero(left)[-1]].tolist()))
 
@@ -163,16 +162,6 @@ class Covering:
         self._harmless.append(set())
         self.subject.advance(1)
         return trace
-
-    def _specialised(self, trace: Trace) -> set[int]:
-        """The coordinates that the step turned into a number."""
-        nodes = trace.expressions.nodes
-        equal = [nodes[at] for at, _ in trace.conditions if nodes[at][0] == "Equality"]
-        pairs = [[nodes[one] for one in node[1:]] for node in equal]
-        return {
-            one[1] for a, b in pairs for one, other in ((a, b), (b, a))
-            if one[0] == "symbol" and other[0] == "int"
-        }  # fmt: skip
 
     def _verify(self, trace: Trace) -> None:
         """Compare a piece with concrete traces, at its largest and its middle shape.
@@ -245,8 +234,7 @@ class Covering:
         domain = self.subject.domain
         count = {1: 5, 2: 3}.get(domain.axes, 2)
         sizes = domain.nodes(count)
-        specialised = {k for trace in self._traces for k in self._specialised(trace)}
-        self._recipe = None if 0 in specialised else recipe
+        self._recipe = recipe
         done: set[tuple[int, int, int]] = set()
         while True:
             grid = self.grid = self._grid_of(sizes)

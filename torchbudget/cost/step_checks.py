@@ -9,7 +9,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.restoring import TrainingState
@@ -97,22 +100,26 @@ class StepChecks:
         before = [parameter.grad is not None for parameter in parameters]
         stepped: list[bool] = []
 
-        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not any(optimizer is one for one in self._state.optimizers):
                 raise CostError(
                     f"the step calls an optimizer of type {type(optimizer)} that it does not refer "
                     "to, so its state cannot be restored; let the step's function refer to it"
                 )
+
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # a closure made gradients
             with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
             self._stepped.update(with_gradients)
             stepped.append(bool(with_gradients))
 
-        handle = register_optimizer_step_pre_hook(note)
+        before_step = register_optimizer_step_pre_hook(check)
+        after_step = register_optimizer_step_post_hook(note)
         try:
             with _gradients_made(parameters) as made:
                 yield
         finally:
-            handle.remove()
+            before_step.remove()
+            after_step.remove()
         left = [parameter.grad is not None for parameter in self._state.parameters()]
         self.forward_only = not stepped and not made and left == before
         if any(stepped):

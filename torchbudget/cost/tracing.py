@@ -212,6 +212,8 @@ class Tracer:
         self._checks.check_parameters(contents=False)
         if self._target.type == "cuda":
             check_not_recurrent(state)
+        if any(isinstance(one, torch.optim.LBFGS) for one in state.optimizers):
+            raise ValueDependentError("values decide what an LBFGS keeps; use method='run'")
 
     def concrete(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step on a batch of a shape, without any symbol and any mended function.
@@ -222,9 +224,11 @@ class Tracer:
             CostError: it does not run on fake tensors, or is only a part of a training step.
         """
         batch = self._make(shape)
-        # A step may take items out of its batch.
-        fresh: Callable[[Any], Any] = copy.copy if isinstance(batch, (dict, list)) else _same
-        return self._traced(lambda _: fresh(batch), shape, None, most_seconds)
+
+        def fresh(_: _Counter) -> Any:  # a step may take items out of its batch
+            return copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+
+        return self._traced(fresh, shape, None, most_seconds)
 
     def symbolic(self, recipe: Recipe, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step with symbols in place of the coordinates of `shape` that are above 1.
@@ -354,10 +358,6 @@ class Tracer:
             # Shared by all of the process's fake tensors, and unbounded.
             stack.callback(_forget_outputs, dict(FakeTensorMode.cache))
             yield
-
-
-def _same(one: Any) -> Any:
-    return one
 
 
 def _forget_outputs(known: dict[Any, Any]) -> None:
@@ -542,7 +542,7 @@ class _Counter(TorchDispatchMode):
         if func is _UPDATE_SCALE:
             return args[0]
         kwargs = kwargs or {}
-        if func not in _LIFTS and (_has_real(args) or _has_real(kwargs.values())):
+        if func not in _LIFTS and _has_real((args, kwargs)):
             # Fake mode computes some operations for real if all of their tensors are real.
             args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func is _UNSCALE:
@@ -590,15 +590,10 @@ def _line_of(guard: Any) -> str:
     return f"{name}:{getattr(place, 'lineno', '?')} in {getattr(place, 'name', '?')}"
 
 
-def _has_real(values: Iterable[Any]) -> bool:
+def _has_real(arguments: Any) -> bool:
     """Whether any of the arguments of an operation is a real tensor."""
-    for one in values:
-        if isinstance(one, torch.Tensor):
-            if not isinstance(one, FakeTensor):
-                return True
-        elif isinstance(one, (list, tuple)) and _has_real(one):
-            return True
-    return False
+    tensors = (one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor))
+    return not all(isinstance(one, FakeTensor) for one in tensors)
 
 
 def _ctc_loss(
@@ -633,6 +628,12 @@ def _grouped_mm(
     if one.dim() == other.dim():
         shape.insert(0, one.shape[0] if groups is None or one.dim() == 3 else groups.shape[0])
     return one.new_empty(shape, dtype=out_dtype)
+
+
+def _reduced(loss: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """A loss; torch keeps its mean or its sum in the storage of the losses of all elements."""
+    reduced = loss(*arguments)
+    return reduced if reduced.dim() else (arguments[0] + arguments[1]).as_strided((), ())
 
 
 def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> torch.Tensor:  # noqa: A002
@@ -692,6 +693,14 @@ _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    **{
+        loss: partial(_reduced, loss)
+        for loss in (
+            *(torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default),
+            torch.ops.aten.binary_cross_entropy.default,
+            torch.ops.aten.soft_margin_loss.default,
+        )
+    },
 }
 if hasattr(torch.ops.aten, "_grouped_mm"):  # since torch 2.8
     _WITHOUT_VALUES[torch.ops.aten._grouped_mm.default] = _grouped_mm

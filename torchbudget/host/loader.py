@@ -120,9 +120,9 @@ def loader(
     _check_options(step, budget, options)
     budget = MemoryBudget.of(budget)
     workers: dict[str, Any] = {} if num_workers is None else {"num_workers": num_workers}
-    samples: Any = dataset
+    samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    SizeDataset(samples, size)  # which refuses streams
     if isinstance(dataset, DataLoader):
-        samples = dataset.dataset
         workers = _taken_from(dataset, options) | workers
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn

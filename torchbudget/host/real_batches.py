@@ -136,7 +136,7 @@ class RealBatches:
             collate = replace(collate, total_multiple=1)
         # Copies: a collate may take fields out of its samples.
         indices = islice(chain(chosen, cycle(rest)), n)
-        return collate([copy.copy(self._sample(index)) for index in indices])
+        return collate([copy.deepcopy(self._sample(index)) for index in indices])
 
     def rounded(self) -> Sizes:
         """The padded size of each sample alone, at least 1: shape `(N, d)`."""

@@ -27,7 +27,7 @@ def check_key(key: SizeKey) -> None:
     fields = key if isinstance(key, tuple) and key else (key,)
     if not all(isinstance(field, str) or is_int(field) for field in fields):
         raise OptionError(
-            f"expected None, a str, an int, a tuple of those or a callable as key, got {key!r}"
+            f"a key of sizes is None, a str, an int, a tuple of those or a callable: {key!r:.50}"
         )
 
 

@@ -87,7 +87,6 @@ def sizes_of(
     >>> sizes_of([torch.zeros(3, 32, 48)], lambda image: image.shape[-2:], progress=False)
     array([[32, 48]], dtype=int32)
     """
-    check_key(key)
     measured = SizeDataset(dataset, key)
 
     def measure() -> Sizes:
@@ -116,6 +115,7 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
 
     Raises:
         SizesError: the dataset is not map-style.
+        OptionError: the key is none.
     """
 
     def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
@@ -125,6 +125,7 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
                 f"{type(dataset).__name__}; for a stream use BudgetedIterableDataset(source, cost, "
                 "budget, size=…)"
             )
+        check_key(key)
         self.dataset = dataset
         self.key = key
 
