@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,23 +89,36 @@ def alone(n: int, **options: Any) -> Any:
 @example(([3, 9, 8, 5, 5, 5, 2], TOKENS, 18, {"max_shapes": 2, "window": 6}), 4)
 @example(([3, 9], TOKENS, 18, {"max_shapes": 2}), 3)
 def test_ranks_have_as_many_batches_and_each_sample_once(plan: Any, ranks: int) -> None:
-    """Where samples cannot be dealt evenly some come again, and are marked."""
+    """Where samples cannot be split evenly some are repeated, and marked; also after a stop."""
     sizes, cost, budget, options = plan
-    every, numbers = [], set()
-    for rank in range(ranks):
+    every: list[int] = []
+
+    def batches(number: int, rank: int, state: Any = None, stop: int = 10**6) -> tuple[int, Any]:
         sampler = MemoryBudgetBatchSampler(
-            sizes, cost, budget, num_replicas=ranks, rank=rank, **options
+            sizes, cost, budget, num_replicas=number, rank=rank, **options
         )
         loader = DataLoader(range(len(sizes)), batch_sampler=sampler, collate_fn=list)
-        before = sampler.state_dict()
-        with sampler.whole_pass(), sampler.tracked(loader) as run:
-            came = [(b, run.last.repeated) for b in run if run.last.indices.tolist() == b]
+        before, came = sampler.state_dict(), 0
+        with sampler.whole_pass():
+            if state is not None:
+                sampler.load_state_dict(state)
+            with sampler.tracked(loader) as run:
+                for batch in islice(run, stop):
+                    pairs = zip(batch, run.last.repeated, strict=True)
+                    every.extend(index for index, again in pairs if not again)
+                    came += 1
+                after = run.position()
         assert sampler.state_dict() == before
-        numbers.add(len(came))
-        for batch, repeated in came:
-            every += [index for index, again in zip(batch, repeated, strict=True) if not again]
-    assert len(numbers) == 1
+        return came, after
+
+    numbers = [batches(ranks, rank)[0] for rank in range(ranks)]
+    assert len(set(numbers)) == 1
     assert sorted(every) == list(range(len(sizes)))
+    every.clear()
+    if numbers[0] > 1:  # the rest, on another number of ranks
+        _, state = [batches(ranks, rank, stop=numbers[0] // 2) for rank in range(ranks)][-1]
+        assert len({batches(ranks + 1, rank, state)[0] for rank in range(ranks + 1)}) == 1
+        assert sorted(every) == list(range(len(sizes)))
 
 
 # ---------------------------------------------------------------------- loaders
