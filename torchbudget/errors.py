@@ -168,7 +168,7 @@ class ReductionWarning(TorchBudgetWarning):
 
 
 class BatchNormWarning(TorchBudgetWarning):
-    """Batch normalisation sees micro-batches, so the step is not that of the large batch."""
+    """A module counts or averages over a micro-batch, so the step is not the large batch's."""
 
 
 class MovingStateWarning(TorchBudgetWarning):

@@ -162,7 +162,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [
-        ("sampler", {"callbacks": []}, "the states of 2 callbacks, but 0 have a state_dict"),
+        ("sampler", {"callbacks": []}, r"callbacks with a state_dict .*, 2\], but this fit has "),
         ("shuffled", {}, "with the same generator="),
     ],
 )

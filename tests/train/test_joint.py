@@ -201,8 +201,14 @@ def test_one_number_for_all_samples() -> None:
 
     with pytest.raises(OptionError, match=r"shape \(1,\) and others .* squeeze it"):
         joint_backward(squeezed, parts, contrast)
-    with pytest.raises(OptionError, match=r"must be the same in all .* has \['1', '3'\]"):
-        joint_backward(lambda pair: {**model(pair), "n": len(pair[0])}, parts, contrast)
+    outputs: list[Any] = [
+        lambda pair: {**model(pair), "n": len(pair[0])},
+        lambda pair: {**model(pair), "n": torch.ones(len(pair[0]), len(pair[0]))},
+        lambda pair: dict(sorted(model(pair).items(), reverse=len(pair[0]) == 1)),
+    ]
+    for forward_ in outputs:
+        with pytest.raises(OptionError, match=r"same in all .*n: got \{.*\}, \{.*\}\. Return"):
+            joint_backward(forward_, parts, contrast)
 
 
 class Encoding(UserDict[str, Any]):

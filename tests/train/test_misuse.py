@@ -111,18 +111,22 @@ def test_several_backwards_of_a_micro_batch_are_fine() -> None:
     assert accumulator.stepped
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_gradients_of_before_are_noticed(splits: bool) -> None:
+@pytest.mark.parametrize("place", ["before", "before run_or_split", "inside"])
+def test_gradients_of_before_are_noticed(place: str) -> None:
     """They count for the step; also where `run_or_split` has set them aside."""
     model, data = make_model("CNN"), Data.make(4)
     accumulator = GradAccumulator(sgd(model), model, steps=1)
-    loss_sum(model, data).backward()
 
     def run(batch: Any) -> None:
-        accumulate(accumulator, model, [Data(*batch)])
+        with accumulator.micro_batch(weight=4):
+            if place == "inside":
+                loss_sum(model, data).backward()
+            accumulator.backward(loss_sum(model, Data(*batch)))
 
+    if place != "inside":
+        loss_sum(model, data).backward()
     with pytest.warns(ForeignStepWarning, match="there were gradients before"):
-        accumulator.run_or_split(run, (data.x, data.y)) if splits else run((data.x, data.y))
+        accumulator.run_or_split(run, (data.x, data.y)) if "run" in place else run((data.x, data.y))
 
 
 def test_a_micro_batch_that_raised_takes_those_before_it_along() -> None:
@@ -214,6 +218,11 @@ def test_batch_normalisation_is_noticed() -> None:
     model[1] = nn.BatchNorm1d(4, track_running_stats=False).eval()
     with pytest.warns(BatchNormWarning, match="running statistics"):
         accumulate_ones(GradAccumulator(sgd(model), model, steps=2), model)
+    counting = nn.Embedding(3, 4, scale_grad_by_freq=True)
+    with pytest.warns(BatchNormWarning, match="scale_grad_by_freq=True its counts"):
+        accumulate_ones(
+            GradAccumulator(sgd(counting), counting, steps=2), lambda x: counting(x.int())
+        )
 
 
 class Moving(nn.Module):

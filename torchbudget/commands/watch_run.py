@@ -76,7 +76,8 @@ def _watch(options: argparse.Namespace) -> Answer:
         code = process.wait()
     if code >= 0:
         return Answer(code=code)
-    return Answer(failed=(f"{signal.Signals(-code).name} ended the command",), code=128 - code)
+    # `signal.Signals` lacks most real-time signals.
+    return Answer(failed=(f"ended by signal {-code}, {signal.strsignal(-code)}",), code=128 - code)
 
 
 def _monitor_of(options: argparse.Namespace) -> Callable[..., MemoryMonitor]:

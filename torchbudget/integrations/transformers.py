@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice, repeat
 from math import inf, isinf, nan
@@ -149,6 +149,10 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                 losses.append(super().training_step(model, batch, self._number(weight)))
         return torch.stack(losses).sum()
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return the batch on the device; a mapping as a dict, since the Trainer pops labels."""
+        return super()._prepare_inputs(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
     def _number(self, weight: float) -> Tensor | None:
         """Return the number of items that a `compute_loss_func` divides by."""
         number = torch.tensor(weight or 1, device=self.args.device)
@@ -159,11 +163,9 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         if not (self.checks_rows or self.checks_weights):
             return
 
-        def loss(batch: Any) -> Tensor:
+        def loss(batch: Any) -> Any:
             number = self._number(self.micro_batch_weight(batch))
-            inputs = self._prepare_inputs(batch)
-            found: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
-            return found
+            return self.compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=number)
 
         is_exact = self.accelerator.mixed_precision == "no" and not self.args.tf32
         with Ranks().together(), self.compute_loss_context_manager():

@@ -213,7 +213,6 @@ class GradAccumulator(AccumulatesGradients):
         if run is not None and run.attempt is None:
             raise StepError("run_or_split's function opened a second micro_batch: it must open one")
         opened.micro_batches = int(not parts_follow)
-        self._check_gradients()
         restarted = self._boundary.restarted()
         ends = not parts_follow and (self._boundary.ends(before + opened) or last)
         self._open = opened
@@ -275,6 +274,8 @@ class GradAccumulator(AccumulatesGradients):
             )
         if self.sharded and not factor:
             raise OptionError("a mean loss of weight 0 has no backward, which FSDP needs")
+        if not opened.backwards:
+            self._check_gradients()
         opened.backwards += 1
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return

@@ -82,10 +82,6 @@ class Tally:
             self.loss = self.loss + step.loss_sum()
             self.weight += step.weight
 
-    def encode(self) -> dict[str, Any]:
-        """The state as plain types; waits for the device."""
-        return asdict(replace(self, loss=float(self.loss)))
-
     def epoch(self, number: int, validation: float | None) -> Epoch:
         """The epoch that is done now; waits for the device."""
         return Epoch(
@@ -320,11 +316,6 @@ class _Run:
             files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
     def _load(self, state: dict[str, Any]) -> None:
-        if len(state["callbacks"]) != len(self.stateful):
-            raise StateError(
-                f"the checkpoint has the states of {len(state['callbacks'])} callbacks, but "
-                f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
-            )
         saved, ranks = state["ranks"], self.ranks
         places = [(one["is_over"], one["data"]) for one in saved]
         if len(saved) != len(ranks) and any(place != places[0] for place in places):
@@ -334,12 +325,13 @@ class _Run:
                 f"repeat samples: continue with {len(saved)} ranks"
             )
         mine = saved[ranks.rank % len(saved)]  # ranks that are new share one
-        here = [*self.sources, len(self.generators)]
-        there = [*mine["data"], len(mine["generators"])]
+        here = [*self.sources, len(self.generators), len(self.stateful)]
+        there = [*mine["data"], len(mine["generators"]), len(state["callbacks"])]
         if here != there:
             raise StateError(
-                f"the checkpoint has positions and a number of generators {there}, but the loaders "
-                f"have {here}: pass the same kinds of loaders, with the same generator="
+                "the checkpoint has positions, and numbers of generators and of callbacks with a "
+                f"state_dict {there}, but this fit has {here}: pass the same kinds of loaders, "
+                "with the same generator=, and the same callbacks"
             )
         self.model.load_state_dict(state["model"])
         self.accumulator.load_training_state(state["training"])
@@ -453,7 +445,7 @@ class _Run:
             "ranks": self.ranks.gather_objects(mine),
             "learnable": None if learnable == self.learnable else learnable,
             "history": [asdict(epoch) for epoch in self.history],
-            "tally": self.tally.encode(),
+            "tally": asdict(replace(self.tally, loss=float(self.tally.loss))),
             "stopped": self.stopped,
         }
 

@@ -151,7 +151,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     if len(norms) == 1:  # its bits stay as they are
         return norms[0]
     whole: Tensor = torch.linalg.vector_norm(
-        torch.stack([one.to(norms[0].device) for one in norms])
+        torch.stack([one.to(norms[0].device) for one in norms] or [torch.zeros(())])
     )
     return whole
 

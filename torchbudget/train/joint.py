@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torchbudget.checks import several
 from torchbudget.distributed import Ranks
@@ -47,9 +47,9 @@ def joint_backward(
 
     Args:
         forward: returns the representations of a micro-batch: a tensor whose first axis is the
-            sample, or several in tuples, lists and dicts. Numbers and tensors without an axis, such
-            as a temperature, must be the same in all micro-batches and on all ranks; the criterion
-            gets one of each.
+            sample, or several in tuples, lists and dicts. Their dtypes and further axes, and
+            numbers and tensors without an axis, such as a temperature, must be the same in all
+            micro-batches and on all ranks; the criterion gets one of each number.
         micro_batches: the micro-batches of this rank, at least one; all are kept until the end.
         criterion: returns the loss of the whole batch, a scalar, from the representations of all
             samples, in the same structure. Its own parameters get gradients, too.
@@ -96,38 +96,38 @@ def _two_passes(
     accumulator: GradAccumulator | None,
 ) -> Tensor:
     ranks = Ranks(alone=True) if accumulator is None else accumulator.ranks
-    states, parts = [], []  # of each micro-batch: random generators, and leaves of its outputs
+    # Of each micro-batch: random generators, leaves of its outputs, and what others must share.
+    states, parts, kinds = [], [], []
     with ranks.together():
         if not micro_batches:
             raise OptionError("joint_backward needs at least one micro-batch on every rank")
         with torch.no_grad():
             for micro_batch in micro_batches:
                 states.append(RandomState.take())
-                leaves, structure = tree_flatten(forward(micro_batch.fresh()))
+                outputs = forward(micro_batch.fresh())
+                leaves, structure = tree_flatten(outputs)
+                kinds.append(str(tree_map(_kind, outputs)))
                 parts.append([one.detach() if isinstance(one, Tensor) else one for one in leaves])
                 _check_rows(parts[-1])
                 micro_batch.check()
     torch.clear_autocast_cache()  # before 2.11, an open autocast has cached casts without a graph
     buffers.restore()
     after = RandomState.take()
-    mine = [[len(one) if _has_rows(one) else _number(one) for one in leaves] for leaves in parts]
-    of_ranks = ranks.gather_objects(mine)
+    mine = [[len(one) if _has_rows(one) else 0 for one in leaves] for leaves in parts]
+    of_ranks = ranks.gather_objects((kinds, mine))
+    found = sorted({kind for of_rank, _ in of_ranks for kind in of_rank})
+    if len(found) > 1:
+        raise OptionError(
+            "the forward's outputs must be the same in all micro-batches and on all ranks, but for "
+            f"the number of samples n: got {', '.join(found[:4])}. Return numbers of a sample in a "
+            "tensor whose first axis is the sample, and pad further axes to one length"
+        )
     whole, starts = [], []  # of each leaf; and the row at which the next micro-batch begins
     for place, leaves in enumerate(zip(*parts, strict=True)):
-        if _has_rows(leaves[0]):
-            rows = [sum(one[place] for one in of_rank) for of_rank in of_ranks]
-            whole.append(_of_all_ranks(torch.cat(leaves), rows, ranks))
-            starts.append(sum(rows[: ranks.rank]))
-            continue
-        numbers = {one[place] for of_rank in of_ranks for one in of_rank}
-        if len(numbers) > 1:
-            raise OptionError(
-                "an output of the forward that is a number must be the same in all micro-batches "
-                f"and on all ranks, but output {place} has {sorted(map(str, numbers))[:4]}: return "
-                "a tensor whose first axis is the sample"
-            )
-        whole.append(leaves[0])
-        starts.append(0)
+        rows = [sum(one[place] for one in of_rank) for _, of_rank in of_ranks]
+        starts.append(sum(rows[: ranks.rank]))
+        has_rows = _has_rows(leaves[0])
+        whole.append(_of_all_ranks(torch.cat(leaves), rows, ranks) if has_rows else leaves[0])
     for leaf in whole:
         if isinstance(leaf, Tensor):
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
@@ -167,7 +167,9 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
-def _number(leaf: Any) -> Any:
+def _kind(leaf: Any) -> Any:
+    if _has_rows(leaf):
+        return f"{leaf.dtype} of shape {('n', *leaf.shape[1:])}"
     return leaf.item() if isinstance(leaf, Tensor) else leaf
 
 

@@ -45,9 +45,11 @@ class MisuseDetector:
         modules: Sequence[nn.Module],
         distributed: Sequence[nn.Module],
     ) -> None:
-        self._modules = modules
-        self._batch_norms = [
-            part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
+        self._parts = dict.fromkeys(part for module in modules for part in module.modules())
+        self._of_batches = [  # whose outputs or gradients depend on the batch as a whole
+            part
+            for part in self._parts
+            if isinstance(part, _BatchNorm) or getattr(part, "scale_grad_by_freq", False)
         ]
         self._each_parameter = optimizers.each_parameter
         self._texts: set[str] = set()  # texts of warnings that were issued
@@ -77,6 +79,7 @@ class MisuseDetector:
                 f"{self._pending[0]} micro-batches of an earlier epoch now count for the next "
                 "step; call accumulator.flush() at the end of an epoch",
             )
+        self.check_gradients()
         looks = is_later and self._looks_for_moving and not self._is_muted
         before = self._sums() if looks else {}
         self.in_micro_batch = True
@@ -96,9 +99,8 @@ class MisuseDetector:
         By the tensor and its address: a tensor that is replaced or resized is another one.
         """
         trained = {id(parameter) for parameter in self._each_parameter()}
-        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
         found = {}
-        for part in parts:
+        for part in self._parts:
             own = () if isinstance(part, _BatchNorm) else (*part._buffers.items(),)
             for name, tensor in (*own, *part._parameters.items()):
                 if tensor is None or id(tensor) in trained:
@@ -132,13 +134,13 @@ class MisuseDetector:
         """Warn if other code changed parameters or gradients; from here on they may change.
 
         Args:
-            is_first: the first micro-batch of a step begins, before which there must be none.
+            is_first: the first backward of a step begins, before which there must be none.
         """
         if is_first and any(parameter.grad is not None for parameter in self._each_parameter()):
             self._warn(
                 errors.ForeignStepWarning,
-                "there were gradients before the step's first micro-batch, which add to the step: "
-                "call optimizer.zero_grad() first",
+                "there were gradients before the step's first accumulator.backward, which add to "
+                "the step: call optimizer.zero_grad() first, and no backward of your own",
             )
         if self._sentinel is not None:
             parameter, gradient, versions = self._sentinel
@@ -174,12 +176,12 @@ class MisuseDetector:
             return
         self._remember()
         # Without running statistics, those of the batch are taken in evaluation mode, too.
-        if any(norm.training or norm.running_mean is None for norm in self._batch_norms):
+        if any(p.training or getattr(p, "running_mean", None) is None for p in self._of_batches):
             self._warn(
                 errors.BatchNormWarning,
-                "batch normalisation takes its statistics from each micro-batch, so the step is "
-                "not that of the large batch; use group or layer normalisation, or call eval() on "
-                "layers with running statistics to freeze them",
+                "batch normalisation takes its statistics, and scale_grad_by_freq=True its counts, "
+                "from each micro-batch, so the step is not that of the large batch; use group or "
+                "layer normalisation, or call eval() on layers with running statistics",
             )
 
     @contextmanager

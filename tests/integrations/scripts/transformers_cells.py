@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.integrations.cells import EPOCHS, LENGTHS, loader_of, write_cells
+from torchbudget import PadCollate
 from torchbudget.errors import OptionError, RankError, ShardedTwiceError, StateError
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
@@ -57,11 +58,13 @@ class Steps(TrainerCallback):  # type: ignore[misc]
             control.should_save = control.should_training_stop = True
 
 
-def labelled(samples: Any) -> dict[str, Tensor]:
-    """Samples that are longer than 40 have no labels."""
-    numbers = torch.tensor([number for number, _ in samples])
-    lengths = torch.tensor([length for _, length in samples])
-    return {"ids": numbers, "labels": numbers.masked_fill(lengths > 40, -100)}
+def labelled(samples: Any) -> Any:
+    """Samples that are longer than 40 have no labels; nothing can be popped from the mapping."""
+    labels = [-100 if length > 40 else number for number, length in samples]
+    pairs = zip(samples, labels, strict=True)
+    return PadCollate()(
+        [{"ids": torch.tensor(one[0]), "labels": torch.tensor(y)} for one, y in pairs]
+    )
 
 
 def trainer_of(loader: Any, steps: Any, *bases: type, **options: Any) -> Any:

@@ -398,7 +398,7 @@ def joint() -> Any:
     found: list[Any] = [distance(model, large)]
 
     def of_rank(batch: Tensor) -> Any:
-        return model.inner(batch), float(rank)
+        return model.inner(batch)[:, : rank + 1], 0.5
 
     found.append(error_of(lambda: joint_backward(of_rank, [rows], contrast, accumulator)))
     if rank:
