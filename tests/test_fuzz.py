@@ -49,7 +49,7 @@ def forget(_: Callable[[Any], None]) -> Callable[[Any], None]:
 BROKEN: dict[str, tuple[type, str, Callable[[Any], Any], str]] = {
     "samplers": (_Iteration, "__next__", repeat_an_index, "bytes of|max_batch_size|samples of"),
     "streams": (EpochReader, "__next__", lose_a_sample, "missing|empty batch"),
-    "steps": (GradAccumulator, "backward", scale_the_loss, "not that of the large batch"),
+    "steps": (GradAccumulator, "backward", scale_the_loss, "large batch's step"),
     "fits": (RandomState, "restore", forget, "epochs|statistics|not equal"),
 }
 
