@@ -52,7 +52,8 @@ def test_a_peak_inside_another_leaves_the_outer_one() -> None:
             within = taken_and_freed(MiB(48))
             with pytest.raises(KeyError), peak_memory("cpu"):
                 raise KeyError
-            assert len(high_water.RESIDENT._open) == others + 2  # the one that was left keeps no mark
+            # The one that was left keeps no mark.
+            assert len(high_water.RESIDENT._open) == others + 2
         RESIDENT.reset()
     assert outer.bytes == pytest.approx(before, abs=MiB(4))
     assert inner.bytes == pytest.approx(within, abs=MiB(4))
