@@ -108,9 +108,9 @@ def oversized(
     model_bytes, budget = rules.model_bytes(sizes[0]), rules.limits[0]
     if rules.budget_bytes < model_bytes < MAX_BYTES:
         raise OversizeError(
-            f"the model alone needs {budget.text(model_bytes)} of "
-            f"{budget.text(rules.budget_bytes)}, before any sample is added (parameters, "
-            "gradients, optimizer state): raise the budget, or shard, offload or shrink the model"
+            f"a batch without samples needs {budget.text(model_bytes)} of "
+            f"{budget.text(rules.budget_bytes)} (parameters, gradients, optimizer state; on the "
+            "CPU, the whole process): raise the budget, or shard, offload or shrink the model"
         )
     if oversize == "raise":
         raise OversizeError(
