@@ -231,7 +231,7 @@ def test_a_model_that_does_not_fit_is_named(oversize: Any) -> None:
     """Where no sample is left room, it is not the samples that are to be shortened."""
     for kind in (PaddedCost, PackedCost):
         cost = kind(fixed_bytes=500, unit_bytes=1)
-        with pytest.raises(OversizeError, match="a batch without samples needs 500 B of 400 B") as caught:
+        with pytest.raises(OversizeError, match="without samples needs 500 B of 400 B") as caught:
             sampler_of([3, 9, 4], 400, cost=cost, oversize=oversize)
         assert "shorten" not in str(caught.value)
         with pytest.raises(OversizeError, match=r"1 of 3 samples .* shorten"):
