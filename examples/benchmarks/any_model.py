@@ -75,8 +75,9 @@ maximum of the truth. `steps` is the share that real steps allocated beyond the 
 shape: buffers inside kernels. `traces` is the time of measuring / the time of one concrete trace. A
 cost without a grid, or one that took over 40 s, is measured once for all budgets. A row of dashes
 is a step without a cost, since its memory depends on values. Other work ran at the same time. Among
-the interpolated rows, micro-batches, GRU and the chunked loss are of the last but one version of the
-grid, the others of an earlier one. The row of cvt is of the present version.
+the interpolated rows, micro-batches, GRU and the chunked loss are of the last but two versions of the
+cost, the others of an earlier one. In the present version, which none of the rows is of, the first
+symbolic trace has the median of the shapes, and the mean of an error keeps the bytes of its elements.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations
