@@ -158,6 +158,15 @@ def test_outside_of_the_domain() -> None:
         two.capacity([1, 2, 3], 100)
 
 
+def test_columns_that_were_not_traced_to_the_end_go_on_along_a_line() -> None:
+    """Not those that are flat, as on the floor of the optimizer, or bent, or of two numbers."""
+    numbers = ((1, 4, 8, 16),) * 3 + ((1, 4),)
+    values = ((5.0, 20.0, 40.0, 80.0), (9.0,) * 4, (5.0, 20.0, 40.0, 81.0), (5.0, 20.0))
+    grid = Grid(((1, 2, 3, 4),), numbers, values, 512, ends=(16, 16, 16, 4)).extended()
+    assert grid.ends == (512, 16, 16, 4)
+    assert grid.bytes_at([(400, 1)]).tolist() == [2000.0]
+
+
 def test_pieces_that_meet() -> None:
     """Beyond a branch bytes fall, but not those that batches are planned with."""
     pieces = []

@@ -405,7 +405,7 @@ class Covering:
             most = format_bytes(math.ceil(self.grid.raised_bytes))
             known = f"up to {self.grid.most:,} samples"
             if self._ends:
-                known += f", {min(self._ends.values()):,} of some sizes"
+                known += f", traced up to {min(self._ends.values()):,} of some sizes"
             self.subject.notes.append(
                 f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
                 f"{known}; the largest error on {self._num_held_out} other shapes, "

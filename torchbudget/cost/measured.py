@@ -81,7 +81,7 @@ class MeasuredCost:
         empty: traced bytes of a batch without samples.
         margin: the share by which every prediction is raised.
         offset: bytes that real steps needed besides the traced ones.
-        scale: bytes that real steps needed for each traced byte, at least 1.
+        scale: bytes that real steps needed for each traced byte.
         seconds: coefficients of a step's time, for 1, n and the floating-point operations; `None`:
             no step was timed.
         parts: traced bytes of parameters, gradients and optimizer state, by name.
