@@ -35,9 +35,9 @@ _NEAR: Final = 0.95
 # Bytes in use for each traced byte, assumed before the first run.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
-# Runs on the CPU that are enough, with one more, if all agree: an encoder of 5 million
-# parameters is measured under 3 GiB in 42 s of computing; with four, in 52 s; with all, in 69 s.
-_AGREEING: Final = 3
+# Runs on the CPU that are enough if all agree: an encoder of 5 million parameters is measured under
+# 3 GiB in 42 s of computing; with five, in 52 s; with seven, in 69 s.
+_AGREEING: Final = 4
 # Peaks of one shape were seen to grow by up to 14.8 MiB after 50 others, without any tensor:
 # compiled kernels, gaps in the heap.
 _DRIFT_BYTES: Final = 16 * 2**20
@@ -243,19 +243,19 @@ class _Runs:
         domain = self.subject.domain
         smallest, middle, largest = map(domain.between, (0.0, 0.65, 1.0))
         self._run_first(smallest)
-        self._reach_for(_SAFE, smallest)
-        self._reach_for(_NEW, largest)
+        self._reach_for(largest, _SAFE)
+        self._reach_for(largest)
         if all(probe.size != largest for probe in self.probes):
             self._note_unreached(largest)
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
-        self._reach_for(_NEW, domain.between(short), held_out=True)
+        self._reach_for(domain.between(short), held_out=True)
         # On the CPU, runs that fill the budget take most of the time: no more if all agree. On
         # CUDA, the shapes that take turns show the gaps between blocks.
         agree = self.runner.memory is None and len(self.probes) == _AGREEING
         if not agree or max(map(abs, self._fitted().errors())) >= _LEAST_MARGIN:
-            self._reach_for(_NEAR, smallest)
-            self._reach_for(_NEW, middle)
-            self._reach_for(_NEW, domain.between(long), held_out=True)
+            self._reach_for(smallest)
+            self._reach_for(middle)
+            self._reach_for(domain.between(long), held_out=True)
         self.probes = self.runner.settled(self.probes)
         cost = self._fitted()
         return replace(cost, margin=self._margin(cost, _LEAST_MARGIN), seconds=self._seconds(cost))
@@ -317,8 +317,9 @@ class _Runs:
         self.probes.append(first)
         return first
 
-    def _reach_for(self, share: float, size: Size, *, held_out: bool = False) -> None:
-        """Run a batch of a size that takes this share of the budget, by the largest scale seen."""
+    def _reach_for(self, size: Size, most: float = _NEAR, *, held_out: bool = False) -> None:
+        """Run a batch of a size that takes a share of the budget, by the largest scale seen."""
+        share = most if any(probe.size == size for probe in self.probes) else min(most, _NEW)
         first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes)
         scale, offset = _GUESSED_SCALE, 0.0
         grown = [
