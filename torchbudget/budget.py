@@ -200,7 +200,7 @@ def limit_device_memory(
         MachineError: there is no such device.
 
     >>> print(limit_device_memory("8GiB", "cpu"))
-    cpu: not limited, since torch's allocator has no limit there
+    cpu: not limited: torch's allocator has no limit on this device
     """
     budget_bytes = MemoryBudget.of(budget).device
     if budget_bytes is None:
