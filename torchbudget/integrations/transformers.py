@@ -371,7 +371,7 @@ def check_weights(
     >>> check_weights(model, batch, loss=lambda part: model(part["x"]).sum(),
     ...     weight=lambda part: len(part["x"]))
     Traceback (most recent call last):
-    torchbudget.errors.OptionError: the loss of Linear must be a mean over micro_batch_weight, but ...
+    torchbudget.errors.OptionError: the loss of Linear must be a mean over ...
     """
     dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
     if dtypes & {torch.float16, torch.bfloat16}:
