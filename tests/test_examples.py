@@ -40,13 +40,13 @@ def too_small():
 
 @pytest.fixture(scope="module")
 def model_bytes(too_small):
-    return parse_bytes(re.search(r"need ([\d.]+ \w+) with one", too_small.stderr)[1])
+    return parse_bytes(re.search(r"needs ([\d.]+ \w+), with model", too_small.stderr)[1])
 
 
 def test_a_budget_below_the_model_names_what_the_model_needs(too_small, model_bytes):
     """It ends with exit code 2 and one sentence, before any training."""
     assert too_small.returncode == 2
-    assert "the budget is 1 MiB" in too_small.stderr
+    assert "raise the budget, 1 MiB" in too_small.stderr
     assert "Traceback" not in too_small.stderr
     assert model_bytes > MiB(64)  # no interpreter with torch takes less
 

@@ -67,7 +67,7 @@ def test_a_stream_that_is_dealt_twice_is_refused(tmp_path: Path) -> None:
     names = [*["IterableDatasetShard"] * 4, "DataLoaderDispatcher"]
     for name, *messages in zip(names, *found, strict=True):
         for message in messages:
-            assert f"dealt to 2 ranks already, and accelerate's {name}" in message
+            assert f"split over 2 ranks already, and accelerate's {name}" in message
 
 
 def test_one_process_deals_nothing(tmp_path: Path) -> None:

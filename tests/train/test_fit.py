@@ -287,7 +287,7 @@ def test_fitting_over_ranks(tmp_path: Path) -> None:
     assert "rank 1 no checkpoint: use a folder that all nodes see" in second["folders"]
     places = first["other number"]
     assert "were at different positions of the epoch" in places
-    assert "go on with 3 ranks" in places
+    assert "continue with 3 ranks" in places
 
 
 def test_seeds_of_workers_differ_between_epochs() -> None:

@@ -321,7 +321,7 @@ class _Runs:
         """Run a batch of a size that takes a share of the budget, by the largest scale seen."""
         share = most if any(probe.size == size for probe in self.probes) else min(most, _NEW)
         first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes)
-        scale, offset = _GUESSED_SCALE, 0.0
+        scale = _GUESSED_SCALE
         grown = [
             (probe.peak_bytes - first) / (one - tensors[0])
             for probe, one in zip(self.probes[1:], tensors[1:], strict=True)
@@ -329,8 +329,9 @@ class _Runs:
         ]
         if grown:
             scale = max(1.0, *grown)
-        offset = first - scale * tensors[0]
-        wanted = int((share * self.room - offset) / scale)
+        # Of what one sample leaves: a process may take most of a budget.
+        target = min(first + share * (self.room - first), _NEAR * self.room)
+        wanted = int((target - first) / scale + tensors[0])
         n = int(self._known.capacity(size if len(size) > 1 else size[0], max(wanted, 0)))
         n = min(n, self.subject.most_samples(size))
         if n < 1 or any(probe.size == size and probe.n >= n for probe in self.probes):
