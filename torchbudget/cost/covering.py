@@ -23,8 +23,8 @@ from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
-# After this many pieces that cover less than this share of the domain, no more are traced: the step
-# has loops or chunks.
+# A piece is poor if it covers less than this share of the domain. After three poor pieces no more
+# are traced: the step has loops or chunks.
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
 _MOST_PIECES: Final = 8
@@ -41,13 +41,13 @@ _MOST_SECONDS: Final = 60.0
 _NEAR: Final = 1.5
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
 # samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
-# long as numbers; a loss of 230 chunks takes 6 s, and fills 1 GiB.
+# long as numbers; a loss of 230 chunks takes 6 s.
 _LOOPING: Final = 16
 _LEAST_SECONDS: Final = 0.5
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
 # too low elsewhere; with 24, that of an LSTM was raised by 0.4 %, and was 1.0 % too low.
 _HELD_OUT: Final = 64
-_LEAST_HELD_OUT: Final = 12  # where time is up
+_LEAST_HELD_OUT: Final = 12  # if time is up
 # Numbers of samples that are searched for other peaks: another sum may be the largest there.
 _MANY: Final = 2**20
 

@@ -4,8 +4,8 @@ A contrastive loss compares every sample with every other one: it is no sum over
 the batch cannot be cut. But its gradient reaches the model through each sample's representation
 alone. So first all representations are computed without graphs, and the criterion gives the
 gradient of each; then each micro-batch is run again, with its graph, and its backward starts from
-there. (Gao et al.,
-"Scaling deep contrastive learning batch size under memory limited setup", 2021.)
+there (Gao et al., "Scaling deep contrastive learning batch size under memory limited setup",
+2021).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _two_passes(
     accumulator: GradAccumulator | None,
 ) -> Tensor:
     ranks = Ranks(alone=True) if accumulator is None else accumulator.ranks
-    # Of each micro-batch: random generators, leaves of its outputs, and what others must share.
+    # For each micro-batch: the random state, the leaves of its outputs, and their kinds.
     states, parts, kinds = [], [], []
     with ranks.together():
         if not micro_batches:
