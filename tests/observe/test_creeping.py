@@ -18,22 +18,23 @@ from torchbudget.observe.report import recorded_runs
 from torchbudget.units import KiB, MiB
 
 LIMIT = 1.1  # of allocations, as a share of the budget
-LEAKS = 0.3  # of the budget, a MiB with each batch
+LEAKS = 0.3  # of the budget, 4 MiB with each batch
+ROOM = MiB(480)  # of batches: with the process's own memory, leaks are about a half of it
 LEFT = 20  # batches after the last one that leaks
-TOKEN = KiB(100)  # bytes of a step
+TOKEN = KiB(400)  # bytes of a step
 
 
 def train(monitored: bool, path: Path) -> None:
     """Train under a hard limit; at the end, save the number of tokens in each batch."""
-    lengths = np.random.default_rng(0).integers(20, 100, 2000)
+    lengths = np.random.default_rng(0).integers(20, 100, 400)
     fixed = process_memory().resident_bytes
     cost = measured(tb.PaddedCost(fixed_bytes=fixed, unit_bytes=TOKEN), margin=0.02)
-    budget = fixed + MiB(120)
+    budget = fixed + ROOM
     sampler = tb.MemoryBudgetBatchSampler(lengths, cost, budget, window=16, seed=1)
     # The limited data segment also has what is free in the heap.
     limit = read_fields(Path("/proc/self/status"))["VmData"] + int(LIMIT * budget) - fixed
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    most = int(LEAKS * budget) // MiB(1)
+    most = int(LEAKS * budget) // MiB(4)
     leaked: list[bytearray] = []
     tokens: list[int] = []
     monitor = tb.MemoryMonitor(budget, path=path, replan=sampler, replan_batches=2)
@@ -44,7 +45,7 @@ def train(monitored: bool, path: Path) -> None:
                 tokens.append(len(batch) * size)
                 with monitor.batch(len(batch), size) if monitored else nullcontext():
                     if len(leaked) < most:
-                        leaked.append(bytearray(b"1") * MiB(1))
+                        leaked.append(bytearray(b"1") * MiB(4))
                     bytearray(b"1") * (tokens[-1] * TOKEN)
     np.save(path.with_suffix(".npy"), tokens)
 
@@ -65,7 +66,7 @@ def test_a_leak_under_a_hard_limit(tmp_path: Path) -> None:
         codes.append(process.exitcode)
     assert codes == [0, 1]  # of a MemoryError
     tokens = np.load(tmp_path / "True.npy")
-    assert tokens[-LEFT:].mean() < 0.2 * tokens[:5].mean()
+    assert tokens[-LEFT:].mean() < 0.7 * tokens[:5].mean()
     [run] = recorded_runs(tmp_path / "True.jsonl")
     assert len(run.batches) == len(tokens)
     assert max(one["bytes"] for one in run.batches) <= LIMIT * run.begin["budget"]["device"]
