@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.costs import measured
 from tests.support.fake_device import FakeDevice, put_in_place
@@ -95,6 +97,30 @@ def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.M
         # Batches that are only run are limited.
         if method == "auto" or name in ("linear", "quadratic", "floor"):
             assert real >= 0.7 * budget
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    each=st.integers(100, 20_000),
+    square=st.sampled_from([0, 0, 1, 30]),
+    floor=st.integers(0, 500 * MIB),
+    max_size=st.integers(100, 2000),
+)
+def test_no_run_of_any_step_is_over_the_budget(
+    each: int, square: int, floor: int, max_size: int
+) -> None:
+    """Of bytes that are linear in n, or quadratic, and of a step with a floor."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def peak_of(n: int, size: int) -> float:
+            return max(floor * (n > 0), 100 * MIB + each * n * size + square * (n * size) ** 2)
+
+        machine = Machine(monkeypatch, peak_of)
+        budget = 900 * MIB
+        with suppress(CostError):  # not even one sample fits
+            measure_cost(a_step, machine.make, max_size=max_size, method="run", budget=budget)
+        assert max(machine.peaks[1:]) <= budget or len(machine.peaks) == 2
 
 
 def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ _SEEN_BYTES: Final = 2**24
 # A slope that grows by no more is that of a line: it grew by 0.99 to 1.03 in runs of routed experts
 # and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
 _LINEAR: Final = 1.15
-_MOST_CLIMBS: Final = 10
+_MOST_CLIMBS: Final = 20
 _BLIND_SIZES: Final = {1: 6, 2: 4}
 # oneDNN runs these on the CPU by kernels that it compiles for each shape.
 _CONVOLUTIONS: Final = (
@@ -433,19 +433,19 @@ class _Runs:
         """The most samples that cannot need more than the target, judged by runs of this size.
 
         Bytes are taken to grow as n², until three runs have shown that they are nearly linear. A
-        run that did not leave the floor may need all that is in use beside what is idle, and is
-        taken to be linear.
+        run that did not leave the floor may need all that is in use beside what is idle.
         """
         last, idle = runs[-1], self.runner.idle_bytes
-        if self._is_linear(runs):
-            n, peaks = zip(*((probe.n, probe.peak_bytes) for probe in runs[-3:]), strict=True)
-            square, slope, rest = np.polyfit(n, peaks, 2)
-            if square <= 0:
-                slope = (peaks[2] - peaks[1]) / (n[2] - n[1])
-                return int(last.n + (target - last.peak_bytes) / slope)
-            return int((math.sqrt(slope**2 + 4 * square * (target - rest)) - slope) / (2 * square))
+        if self._is_linear(runs):  # through all three, or on along the first line if they bend down
+            left = max(target - last.peak_bytes, 0)
+            before, slope = map(_slope, runs[-3:], runs[-2:])
+            square = max(slope - before, 0.0) / (last.n - runs[-3].n)
+            slope = max(slope, before)
+            slope += square * (last.n - runs[-2].n)
+            return int(last.n + 2 * left / (slope + math.sqrt(slope**2 + 4 * square * left)))
         if len(runs) > 1 and last.peak_bytes - self.probes[0].peak_bytes <= _SEEN_BYTES:
-            return int(last.n * (target - idle) / max(last.peak_bytes - idle, _SEEN_BYTES))
+            hidden = max(last.peak_bytes - idle, _SEEN_BYTES)
+            return int(last.n * math.sqrt((target - idle) / hidden))
         few, fewer = (
             (runs[-2].n, runs[-2].peak_bytes) if len(runs) > 1 else (0, min(idle, last.peak_bytes))
         )
@@ -457,9 +457,8 @@ class _Runs:
         """Whether the last three runs lie nearly on a line, or below one."""
         if len(runs) < 3 or runs[-2].peak_bytes - runs[-3].peak_bytes < _SEEN_BYTES:
             return False
-        one, two, three = runs[-3:]
-        slope = (two.peak_bytes - one.peak_bytes) / (two.n - one.n)
-        return (three.peak_bytes - two.peak_bytes) / (three.n - two.n) <= _LINEAR * slope
+        before, slope = map(_slope, runs[-3:], runs[-2:])
+        return slope <= _LINEAR * before
 
     def _check_between(self, nodes: Sequence[Sequence[int]]) -> None:
         """Run two batches of sizes between the nodes, which are held out."""
@@ -494,6 +493,11 @@ class _Runs:
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),
         )  # fmt: skip
+
+
+def _slope(one: Probe, other: Probe) -> float:
+    """Bytes for each further sample, between two runs of one size."""
+    return (other.peak_bytes - one.peak_bytes) / (other.n - one.n)
 
 
 # Shapes that take turns on a card. One step's blocks leave gaps, up to a quarter of the tensors'
