@@ -87,17 +87,16 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from _common import Results, parser
 
+from tests.support.live_bytes import allocated
 from tests.support.model_classes import CLASSES
 from tests.support.training_cases import Training
 from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
@@ -185,22 +184,6 @@ def batch_blocks(batch: Any) -> int:
     values = getattr(batch, "data", batch)
     values = values.values() if isinstance(values, dict) else values
     return sum(blocks(value.untyped_storage().nbytes()) for value in values)
-
-
-def allocated(work: Callable[[], object]) -> int:
-    """The most bytes that are allocated meanwhile, in blocks."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiled:
-        work()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = [one["args"]["Bytes"] for one in sorted(
-        (one for one in events if one.get("name") == "[memory]"), key=lambda one: one["ts"]
-    )]  # fmt: skip
-    return max(0, int(np.cumsum([0, *map(blocks, changes)]).max()))
 
 
 def held_out(case: Training, cost: MeasuredCost, budget: int, seed: int) -> tuple[list[Shape], int]:

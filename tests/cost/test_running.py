@@ -123,6 +123,28 @@ def test_no_run_of_any_step_is_over_the_budget(
         assert max(machine.peaks[1:]) <= budget or len(machine.peaks) == 2
 
 
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    long=st.floats(0.5, 2.0), short=st.floats(0.7, 1.4), bend=st.floats(0.1, 5.0),
+    max_size=st.integers(100, 2000),
+)  # fmt: skip
+def test_no_run_of_other_kernels_is_over_the_budget(
+    long: float, short: float, bend: float, max_size: int
+) -> None:
+    """Of bytes in use for each traced byte that differ between sizes, by up to 40 %."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def peak_of(n: int, size: int) -> float:
+            scale = long * short ** ((1 - size / max_size) ** bend)
+            return 100 * MIB + scale * 32 * n * size
+
+        machine = Machine(monkeypatch, peak_of)
+        budget = 300 * MIB  # above it, a batch would have more than 256 MiB
+        measure_cost(a_step, machine.make, max_size=max_size, budget=budget)
+        assert max(machine.peaks) <= budget
+
+
 def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, STEPS["linear"])
     with pytest.raises(CostError, match=r"one sample of size .*; raise the budget, 50 MiB"):

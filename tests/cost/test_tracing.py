@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 
-from tests.support.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes, allocated
 from tests.support.model_classes import CLASSES
 from tests.support.training_cases import CASES, ON_A_CARD
 from tests.support.training_cases import Training as Case
@@ -97,7 +97,9 @@ def test_a_ctc_loss_is_traced_of_padded_targets_alone(padded: bool, of: Any) -> 
         "lengths": of(lengths),
     }
     if padded and of is torch.tensor:
-        assert trace_peak_bytes(step, batch) == pytest.approx(peak_of(model, step, batch), rel=0.01)
+        assert trace_peak_bytes(step, batch) == pytest.approx(
+            profiled(model, step, batch), rel=0.01
+        )
         return
     with pytest.raises(ValueDependentError, match=r"targets of shape \(n, S\).* not lists"):
         trace_peak_bytes(step, batch)
@@ -127,6 +129,22 @@ def test_a_loss_keeps_the_storage_of_its_elements(name: str) -> None:
     assert trace_peak_bytes(step, batch) == peak_of(model, step, batch)
 
 
+LAYERS: dict[str, tuple[nn.Module, Any]] = {
+    "batch normalisation": (nn.Sequential(nn.PReLU(40), nn.BatchNorm1d(40)), lambda y: 2 * y),
+    "and evaluated": (nn.Sequential(nn.PReLU(40), nn.BatchNorm1d(40).eval()), lambda y: 2 * y),
+    "the largest": (nn.PReLU(40), lambda y: y.amax(1)),
+    "a count": (nn.PReLU(40), lambda y: y.mean(1) * (y > 0).sum(1)),
+}
+
+
+@pytest.mark.parametrize(("layer", "loss_of"), LAYERS.values(), ids=LAYERS)
+def test_what_kernels_allocate_while_they_run_is_counted(layer: nn.Module, loss_of: Any) -> None:
+    """As torch's profiler sees it: a copy of the gradient, or of what is summed, in int64."""
+    step = stepped(layer, lambda b: loss_of(layer(b["x"])).sum())
+    batch = {"x": torch.randn(20, 40, 500)}
+    assert trace_peak_bytes(step, batch) == pytest.approx(profiled(layer, step, batch), rel=0.01)
+
+
 def stepped(model: nn.Module, loss_of: Any) -> Any:
     """A step whose gradients are made inside `optimizer.step`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -150,6 +168,11 @@ def peak_of(model: nn.Module, step: Any, batch: dict[str, torch.Tensor]) -> int:
     with live:
         step(batch)
     return max(live.history)
+
+
+def profiled(model: nn.Module, step: Any, batch: dict[str, torch.Tensor]) -> int:
+    own = sum(tensor.nbytes for tensor in (*model.parameters(), *batch.values()))
+    return own + allocated(lambda: step(batch))
 
 
 def histories(case: Case) -> list[Any]:

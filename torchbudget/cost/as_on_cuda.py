@@ -48,6 +48,11 @@ def _accumulator(arguments: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_like(arguments[1], dtype=torch.float32)
 
 
+def like_alphas(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """LossCTC: the backward has the probabilities of the forward once more, from the end."""
+    return torch.empty_like(arguments[6])
+
+
 _ATEN: Final = torch.ops.aten
 # Tensors that CUDA kernels allocate while they run, and fake kernels do not. SoftMax.cu multiplies
 # the gradient by the output before it sums. The backward of fused attention sums the gradient of
@@ -55,6 +60,7 @@ _ATEN: Final = torch.ops.aten
 # three of which are the gradients.
 TEMPORARIES: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
     _ATEN._softmax_backward_data.default: _product,
+    _ATEN._ctc_loss_backward.Tensor: like_alphas,
     **{
         getattr(_ATEN, f"_scaled_dot_product_{kind}_backward").default: _accumulator
         for kind in (

@@ -39,6 +39,7 @@ from torchbudget.cost.as_on_cuda import (
     TEMPORARIES,
     as_on_cuda,
     check_not_recurrent,
+    like_alphas,
 )
 from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
 from torchbudget.cost.expressions import Expressions, UntraceableError
@@ -680,11 +681,23 @@ def _attention_inside(heads_at: int, arguments: tuple[Any, ...]) -> torch.Tensor
     return given.new_empty(n, length, 2 * arguments[heads_at] * length + 6 * width)
 
 
+def _in_int64(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """What sums of bools and of short integers copy their input to."""
+    given: torch.Tensor = arguments[0]
+    is_copied = not given.is_floating_point() and given.itemsize < torch.int64.itemsize
+    return given.new_empty(given.shape if is_copied else (0,), dtype=torch.int64)
+
+
 # Tensors that CPU kernels allocate while they run, and fake kernels do not: without them, an
 # encoder in evaluation mode took 3 times its budget while it was measured.
 _ON_CPU: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
     torch.ops.aten._native_multi_head_attention.default: partial(_attention_inside, 4),
     torch.ops.aten._transformer_encoder_layer_fwd.default: partial(_attention_inside, 2),
+    torch.ops.aten._ctc_loss_backward.Tensor: like_alphas,
+    torch.ops.aten.native_batch_norm_backward.default: lambda given: torch.empty_like(given[1]),
+    torch.ops.aten.sum.default: _in_int64,
+    torch.ops.aten.sum.dim_IntList: _in_int64,
+    torch.ops.aten.cumsum.default: _in_int64,
 }
 # Operations whose shapes torch's fake tensors read from values, or do not know on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
