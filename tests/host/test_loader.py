@@ -284,6 +284,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
 # What other functions refuse.
 ANY: Any = tb
 ANY_DICTS: Any = dicts()
+ROWS = [torch.ones(3), torch.ones(5)]
 PAD, PACKED = tb.PadCollate(), tb.MemoryBudgetBatchSampler(LENGTHS, tb.PackedCost(unit_bytes=1), 99)
 OTHER = tb.MemoryBudgetBatchSampler([3, 9, 4], TOKENS, 9)
 REFUSED |= {
@@ -337,6 +338,16 @@ REFUSED |= {
         r"make_batch must be a function .* got DataLoader; loader\(dataset, step, budget\)",
         lambda: ANY.measure_cost(step, WEIGHTED, budget="8GiB"),
     ),
+    "no samples": (
+        SizesError,
+        "there are no samples: the data set has the length 0",
+        lambda: loader([], step, "2GiB"),
+    ),
+    "a loss as outputs": (
+        OptionError,
+        r"must be tensors of shape \(1, …\), got a tensor of shape \(\); pass split_outputs",
+        lambda: tb.predict(lambda batch: MODEL(batch.data[..., None]).mean(), ROWS, "2GiB"),
+    ),
     "an iterator": (
         OptionError,
         r"a function \(shard, num_shards\) that returns an iterator",
@@ -374,6 +385,8 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
     host = loader(dicts(), TOKENS, tb.MemoryBudget(device=99, host="64GiB"), num_workers=1)
     assert (host.num_workers, host.prefetch_factor) == (1, 8)
     assert "\nhost   num_workers=1, prefetch_factor=8" in capfd.readouterr().err
+    loader(ROWS, TOKENS, 99)
+    assert "sizes  2 samples of 3 to 5\n" in capfd.readouterr().err
 
 
 def test_a_batch_of_more_elements_than_planned_raises() -> None:

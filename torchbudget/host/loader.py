@@ -48,7 +48,7 @@ from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
 from torchbudget.train.loop import evaluation_mode, modules_of
-from torchbudget.train.predict import Forward, Split, outputs_of
+from torchbudget.train.predict import Forward, Split, of_samples, outputs_of
 from torchbudget.units import Amount, format_bytes
 
 _CALL: Final = "loader(dataset, step, budget, …), with options of MemoryBudgetBatchSampler"
@@ -338,7 +338,7 @@ def _output_bytes(forward: Forward, batches: RealBatches) -> int:
     elements = rows.prod(axis=1, dtype=np.float64)
     each = []
     for end in (elements.argmin(), elements.argmax()):
-        outputs = forward(batches(1, rows[end]))
+        outputs = of_samples(forward, batches(1, rows[end]), 0, np.arange(1))
         leaves = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         objects = 0 if isinstance(outputs, Tensor) else _OBJECT_BYTES * len(leaves)
         each.append(objects + sum(one.nbytes for one in leaves))
@@ -436,9 +436,10 @@ def _summary(
         f"({_shown(size)}): {int(rules.alike(size)):,} at once" for size in (longest, median)
     )
     each, key = report.batches // report.ranks, batches.key
+    by = "" if key is None else f", by {getattr(key, '__name__', key)!r}"
     least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
     lines = [
-        f"sizes  {len(sizes):,} samples of {least} to {most}, by {getattr(key, '__name__', key)!r}",
+        f"sizes  {len(sizes):,} samples of {least} to {most}{by}",
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
         f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",

@@ -162,8 +162,7 @@ class RealBatches:
 
         It is known of sizes of one axis that are lengths, not of another unit by a user's function.
         """
-        known = not callable(self.key) or isinstance(self.key, AxesKey)
-        if not known or self.sizes.ndim > 1:
+        if (callable(self.key) and not isinstance(self.key, AxesKey)) or self.sizes.ndim > 1:
             return None
         lengths = np.unique(self.rounded()[:, 0]).astype(np.int64)
         n = np.minimum(rules.capacity(lengths, rules.budget_bytes), len(self.sizes))
@@ -179,9 +178,11 @@ def _fields(dataset: MapStyle) -> list[_Field]:
     """The fields of a few samples.
 
     Raises:
-        SizesError: the samples are of a class that is not looked into.
+        SizesError: there are none, or they are of a class that is not looked into.
     """
     few = [sample for _, sample in SizeDataset(dataset, None).samples(spread(len(dataset)))]
+    if not few:
+        raise SizesError("there are no samples: the data set has the length 0")
     try:
         _, found = take_apart(few, {})
     except CollateError as error:
@@ -192,8 +193,7 @@ def _fields(dataset: MapStyle) -> list[_Field]:
     fields = []
     for one in found:
         columns = [*zip(*map(_shape, one.values), strict=False)]
-        differing = [k for k, lengths in enumerate(columns) if len({*lengths}) > 1]
-        ragged = {columns[k]: k for k in reversed(differing)}
+        ragged = {one: k for k, one in reversed([*enumerate(columns)]) if len({*one}) > 1}
         ragged = dict(sorted(ragged.items(), key=lambda item: item[1]))
         fields.append(_Field(one.path, len(columns), ragged, one.kind == "text"))
     return fields
@@ -242,9 +242,8 @@ def _padding(
     }  # fmt: skip
     axes = {one.path: tuple(one.ragged.values()) for one in alike if one.ragged}
     if any(one != (0,) for one in axes.values()):
-        options["length_axes"] = {key_of(path): one for path, one in axes.items() if path} or axes[
-            ()
-        ]
+        named_axes = {key_of(path): one for path, one in axes.items() if path}
+        options["length_axes"] = named_axes or axes[()]
     if tokenizer is not None:
         return PadCollate.for_tokenizer(tokenizer, **options)
     return PadCollate(**options)

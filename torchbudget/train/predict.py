@@ -95,7 +95,7 @@ def outputs_of(
             with shown as advance, sampler.tracked(loader) as run:
                 number = 0
                 for batch in run:
-                    outputs = _of_samples(forward, batch, number, run.last.indices)
+                    outputs = of_samples(forward, batch, number, run.last.indices)
                     fresh = np.where(run.last.repeated, -1, run.last.indices)
                     if saved is None and len(ranks) == 1:
                         results.enter(fresh, outputs)
@@ -131,7 +131,7 @@ def _ranks_of(sampler: IndexSource, group: Any) -> Ranks:
     return ranks
 
 
-def _of_samples(forward: Forward, batch: Any, number: int, indices: IntArray) -> Any:
+def of_samples(forward: Forward, batch: Any, number: int, indices: IntArray) -> Any:
     """Return the outputs of a batch of n samples, without those of masked rows: a tensor or a list.
 
     Args:
