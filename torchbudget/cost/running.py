@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Final
 
 import numpy as np
@@ -277,21 +277,26 @@ class _Runs:
         return max(least, _DRIFT_BYTES / self.room, 2 * worst)
 
     def _fit(self, probes: Sequence[Probe]) -> tuple[float, float]:
-        """The offset and the scale of traced bytes, at least 0, by relative errors.
+        """The offset and the scale of traced bytes of the lowest line that no run is above.
 
-        A scale is below 1 if a kernel does not touch all that it allocates: 0.58 in an LSTM.
+        Both are at least 0. A scale is below 1 if a kernel does not touch all that it allocates:
+        0.58 in an LSTM.
         """
         peaks = np.array([probe.peak_bytes for probe in probes], float)
         tensors = self._tensors(probes)
-        if len(probes) > 1:
-            matrix = np.stack([1 / peaks, tensors / peaks], axis=1)
-            offset, scale = np.linalg.lstsq(matrix, np.ones(len(peaks)), rcond=None)[0]
-            if offset >= 0 and scale > 0:
-                return float(offset), float(scale)
-            if offset < 0:
-                scale = float((tensors / peaks).sum() / ((tensors / peaks) ** 2).sum())
-                return 0.0, scale
-        return float(max(((peaks - tensors) / peaks).sum() / (1 / peaks).sum(), 0)), 1.0
+        lines = [((peaks - tensors).max(), 1.0), (0.0, (peaks / tensors).max())]
+        for one, other in combinations(range(len(probes)), 2):
+            if tensors[one] != tensors[other]:
+                scale = (peaks[one] - peaks[other]) / (tensors[one] - tensors[other])
+                lines.append((peaks[one] - scale * tensors[one], scale))
+        above = [
+            (float((found / peaks).sum()), float(offset), float(scale))
+            for offset, scale in lines
+            if min(offset, scale) >= 0
+            and ((found := offset + scale * tensors) >= peaks * (1 - 1e-9)).all()
+        ]
+        _, offset, scale = min(above)
+        return offset, scale
 
     def _tensors(self, probes: Sequence[Probe]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         known = self._known
