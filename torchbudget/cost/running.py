@@ -245,8 +245,7 @@ class _Runs:
         self._run_first(smallest)
         self._reach_for(largest, _SAFE)
         self._reach_for(largest)
-        if all(probe.size != largest for probe in self.probes):
-            self._note_unreached(largest)
+        self._note_if_unreached(largest)
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
         self._reach_for(domain.between(short), held_out=True)
         # On the CPU, runs that fill the budget take most of the time: no more if all agree. On
@@ -341,22 +340,31 @@ class _Runs:
         n = min(n, self.subject.most_samples(size))
         if n < 1 or any(probe.size == size and probe.n >= n for probe in self.probes):
             return
+        self._run(n, size, held_out=held_out)
+
+    def _run(self, n: int, size: Size, *, held_out: bool = False) -> bool:
+        """Run a batch; if less memory than the budget is free, later ones aim at half of the rest.
+
+        Returns:
+            Whether it fitted.
+        """
         try:
             self.probes.append(self.runner.run(n, size, held_out=held_out))
         except ProbeOutOfMemoryError:
-            self._note_out_of_memory(n, size)
+            self.subject.notes.append(
+                f"out of memory at {n} samples of size {size}, below the budget"
+            )
+            floor = min(probe.peak_bytes for probe in self.probes)
+            self.room = floor + (self.room - floor) // 2
+            return False
+        return True
 
-    def _note_out_of_memory(self, n: int, size: Size) -> None:
-        """Note that less memory than the budget is free: later probes aim at half of the rest."""
-        self.subject.notes.append(f"out of memory at {n} samples of size {size}, below the budget")
-        floor = min(probe.peak_bytes for probe in self.probes)
-        self.room = floor + (self.room - floor) // 2
-
-    def _note_unreached(self, largest: Size) -> None:
-        self.subject.notes.append(
-            f"no batch of the largest size, {largest}, was run: one sample of it is predicted to "
-            "exceed the budget"
-        )
+    def _note_if_unreached(self, largest: Size) -> None:
+        if all(probe.size != largest for probe in self.probes):
+            self.subject.notes.append(
+                f"no batch of the largest size, {largest}, was run: one sample of it is predicted "
+                "to exceed the budget"
+            )
 
     def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
         """Coefficients of 1, n and floating-point operations, at least 0, of the runs' seconds."""
@@ -393,8 +401,7 @@ class _Runs:
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             if self._may_begin((*size,), least):
                 self._climb((*size,), least)
-        if all(probe.size != domain.largest for probe in self.probes):
-            self._note_unreached(domain.largest)
+        self._note_if_unreached(domain.largest)
         self._check_between(nodes)
         self.probes = self.runner.settled(self.probes)
         cost = self._grid_cost(nodes)
@@ -419,12 +426,9 @@ class _Runs:
             n = min(self._next(runs, target) if runs else max(self._begin(size), least), most)
             if n < 1 or (runs and n <= runs[-1].n * 1.05):
                 return
-            try:
-                runs.append(self.runner.run(n, size))
-            except ProbeOutOfMemoryError:
-                self._note_out_of_memory(n, size)
+            if not self._run(n, size):
                 return
-            self.probes.append(runs[-1])
+            runs.append(self.probes[-1])
 
     def _begin(self, size: Size) -> int:
         """The most samples that cannot need more than a run of shorter samples did."""
@@ -473,10 +477,7 @@ class _Runs:
             n = int(cost.capacity(size if len(size) > 1 else size[0], int(_NEW * self.room)))
             n = min(n, self.subject.most_samples(size))
             if n >= 1 and all(probe.size != size for probe in self.probes):
-                try:
-                    self.probes.append(self.runner.run(n, size, held_out=True))
-                except ProbeOutOfMemoryError:
-                    self._note_out_of_memory(n, size)
+                self._run(n, size, held_out=True)
 
     def _grid_cost(self, nodes: Sequence[Sequence[int]]) -> MeasuredCost:
         domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
