@@ -429,7 +429,7 @@ class _Counter(TorchDispatchMode):
 
         self._device, self._integer, self._until = device.type, integer, until
         self._granularity = _BLOCKS.get(target.type, 1)
-        self._temporaries = TEMPORARIES if target.type == "cuda" else _ON_CPU
+        self._temporaries = {"cuda": TEMPORARIES, "cpu": _ON_CPU}.get(target.type, {})
         self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
         # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
         # Python may ask for more, as `expand`, whose C++ takes only numbers.
