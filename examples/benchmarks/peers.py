@@ -167,6 +167,7 @@ def row(name: str, trial: Trials, base: Way, sizes: Any) -> dict[str, Any]:
         "resumed": resume(sizes) if resumed == "tried" else resumed,
         "lines": trial.way.lines_changed(base),
         "tokens/s": None,
+        "failed": len(trial.runs) - len(runs),
     }
     if not runs:
         return cells
@@ -330,10 +331,13 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             for one in measured(name, settings, Path(folder)):
                 results.row(**one)
+        if settings.json:
+            settings.json.write_text(json.dumps({"rows": results.rows}))
     for one in results.rows:
         if one["batches"].startswith(OURS) and "starts" in one:
             where = f"{one['workload']}, {one['batches']}, {one['as']}"
-            results.bar(f"{where}, lost or twice", one["lost"] + one["twice"], 0)
+            results.bar(f"{where}, epochs that ran out of memory", one["failed"], 0)
+            results.bar(f"{where}, lost or twice", one.get("lost", 0) + one.get("twice", 0), 0)
             results.bar(
                 f"{where}, starts that ran out of memory", int(one["OOM first"] == "yes"), 0
             )

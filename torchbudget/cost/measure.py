@@ -91,7 +91,7 @@ def measure_cost(
             cleared; or, for evaluation, a forward under `torch.no_grad()`.
         make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
             for one axis and a tuple of ints for several. Batches have up to 65,536 samples, and
-            about 256 MiB.
+            about 256 MiB, or a quarter of the bytes that the budget leaves for tensors.
         max_size: the largest size on every axis; not needed with `sizes`.
         min_size: the smallest size on every axis, for models that refuse shorter samples. Default:
             that of `sizes`, else 1/64 of the largest size.
@@ -250,6 +250,8 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     # All ranks use the first rank's memory outside tensors.
     beside = ranks.of_first(partial(_beside_tensors, subject))
     left = max(room - beside, 1)
+    # Its samples are in memory as well, and a budget may be smaller than that of any batch.
+    subject.most_bytes = min(subject.most_bytes, left // 4)
     if method == "trace":
         return _on_cpu(subject, ranks.of_first(partial(_traced, subject, left)), beside)
     traced = (

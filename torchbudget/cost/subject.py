@@ -192,6 +192,7 @@ class Subject:
         target: the device that the step is to run on.
         notes: what the user should know; appended to while measuring.
         advance: is called with 1 after each shape, to show progress.
+        most_bytes: of a batch.
         checks: of the step.
     """
 
@@ -202,6 +203,7 @@ class Subject:
     target: torch.device
     notes: list[str] = field(default_factory=list)
     advance: Callable[[int], object] = lambda _: None
+    most_bytes: int = _BATCH_BYTES
     checks: StepChecks = field(init=False)
     _most: dict[Size, int] = field(default_factory=dict)
     _seen: dict[Any, Shape] = field(default_factory=dict)
@@ -240,11 +242,11 @@ class Subject:
         return batch
 
     def most_samples(self, size: Size) -> int:
-        """The most samples of a size in a real batch: so many that it takes 256 MiB."""
+        """The most samples of a size in a real batch: so many that it takes `most_bytes`."""
         if size not in self._most:
             shape = self.domain.occurring((2, *size))
             each = max(batch_bytes(self.batch(shape)) / shape[0], 1)
-            self._most[size] = min(max(int(_BATCH_BYTES / each), 2), _MOST_SAMPLES)
+            self._most[size] = min(max(int(self.most_bytes / each), 2), _MOST_SAMPLES)
         return self._most[size]
 
     def warn(self, text: str) -> None:
