@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tests.support.training_cases import CASES
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, OptionError
+from torchbudget.machine.process_tree import process_memory
+from torchbudget.units import MiB
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,21 @@ def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
         measure_cost(
             training.step, training.make_batch, **{"max_size": 10, "budget": "1GiB"} | arguments
         )
+
+
+def test_batches_are_small_beside_the_budget() -> None:
+    """A batch whose step is only traced takes memory, too: a quarter of what the budget leaves."""
+    training, most = CASES["heavy"](), 0
+
+    def make_batch(n: int, size: Any) -> Any:
+        nonlocal most
+        batch = training.make_batch(n, size)
+        most = max(most, sum(one.nbytes for one in tree_leaves(batch)))
+        return batch
+
+    budget = process_memory().resident_bytes + MiB(200)
+    measure_cost(training.step, make_batch, max_size=100, budget=budget, method="trace")
+    assert most <= MiB(50)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
