@@ -50,7 +50,7 @@ def test_batches_are_small_beside_the_budget() -> None:
 
     budget = process_memory().resident_bytes + MiB(200)
     measure_cost(training.step, make_batch, max_size=100, budget=budget, method="trace")
-    assert most <= MiB(50)
+    assert most <= MiB(60)  # the step's own tensors are in the process, too
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -682,7 +682,7 @@ def _attention_inside(heads_at: int, arguments: tuple[Any, ...]) -> torch.Tensor
 
 
 def _in_int64(arguments: tuple[Any, ...]) -> torch.Tensor:
-    """What sums of bools and of short integers copy their input to."""
+    """A copy in int64: sums of bools and of short integers make one of their input."""
     given: torch.Tensor = arguments[0]
     is_copied = not given.is_floating_point() and given.itemsize < torch.int64.itemsize
     return given.new_empty(given.shape if is_copied else (0,), dtype=torch.int64)
