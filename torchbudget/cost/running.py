@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import product
 from typing import Final
 
 import numpy as np
@@ -276,26 +276,23 @@ class _Runs:
         return max(least, _DRIFT_BYTES / self.room, 2 * worst)
 
     def _fit(self, probes: Sequence[Probe]) -> tuple[float, float]:
-        """The offset and the scale of traced bytes of the lowest line that no run is above.
+        """The offset and the scale of traced bytes of a line that no run is above.
 
-        Both are at least 0. A scale is below 1 if a kernel does not touch all that it allocates:
-        0.58 in an LSTM.
+        It is as steep as any run rose from the first. A scale is below 1 if a kernel does not touch
+        all that it allocates: 0.6 in an LSTM.
         """
         peaks = np.array([probe.peak_bytes for probe in probes], float)
+        scale = max(self._grown(probes), default=1.0)
+        return max(float((peaks - scale * self._tensors(probes)).max()), 0.0), scale
+
+    def _grown(self, probes: Sequence[Probe]) -> list[float]:
+        """Bytes in use for each traced byte, of runs that took more than the first one."""
         tensors = self._tensors(probes)
-        lines = [((peaks - tensors).max(), 1.0), (0.0, (peaks / tensors).max())]
-        for one, other in combinations(range(len(probes)), 2):
-            if tensors[one] != tensors[other]:
-                scale = (peaks[one] - peaks[other]) / (tensors[one] - tensors[other])
-                lines.append((peaks[one] - scale * tensors[one], scale))
-        above = [
-            (float((found / peaks).sum()), float(offset), float(scale))
-            for offset, scale in lines
-            if min(offset, scale) >= 0
-            and ((found := offset + scale * tensors) >= peaks * (1 - 1e-9)).all()
+        return [
+            float((probe.peak_bytes - probes[0].peak_bytes) / (one - tensors[0]))
+            for probe, one in zip(probes[1:], tensors[1:], strict=True)
+            if one - tensors[0] > _SEEN_BYTES
         ]
-        _, offset, scale = min(above)
-        return offset, scale
 
     def _tensors(self, probes: Sequence[Probe]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         known = self._known
@@ -324,15 +321,8 @@ class _Runs:
     def _reach_for(self, size: Size, most: float = _NEAR, *, held_out: bool = False) -> None:
         """Run a batch of a size that takes a share of the budget, by the largest scale seen."""
         share = most if any(probe.size == size for probe in self.probes) else min(most, _NEW)
-        first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes)
-        scale = _GUESSED_SCALE
-        grown = [
-            (probe.peak_bytes - first) / (one - tensors[0])
-            for probe, one in zip(self.probes[1:], tensors[1:], strict=True)
-            if one - tensors[0] > _SEEN_BYTES
-        ]
-        if grown:
-            scale = max(1.0, *grown)
+        first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes[:1])
+        scale = max(1.0, max(self._grown(self.probes), default=_GUESSED_SCALE))
         # A process may take most of a budget, so shares are of the rest.
         target = min(first + share * (self.room - first), _NEAR * self.room)
         wanted = int((target - first) / scale + tensors[0])
