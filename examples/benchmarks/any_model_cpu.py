@@ -33,7 +33,8 @@ over the epoch, / the whole budget; `seen` is the former as another process saw 
 the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is about N full batches of the median size.
 Recorded with `--steps 4`, beside another program. Measuring takes longer than allowed where a grid is
-traced, and where no trace is possible. Rows of chunked losses and routed experts are of a version before.
+traced, and where no trace is possible. Graphs, contrastive, PaddedBatch.mask and LSTM are of the present
+version; the others of one whose line through the runs was the lowest above them, and so less steep.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations
