@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.costs import measured
 from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget import PaddedCost, measure_cost
-from torchbudget.cost import running
+from torchbudget.cost import measure, running
 from torchbudget.cost.running import ProbeOutOfMemoryError, reserve_of
 from torchbudget.cost.subject import Domain, Subject
 from torchbudget.errors import CostError
@@ -55,6 +55,7 @@ class Machine:
 
         monkeypatch.setattr(running, "peak_memory", peak_memory)
         monkeypatch.setattr(running.StepRunner, "_read_beside_bytes", lambda _: 0)
+        monkeypatch.setattr(measure, "_beside_tensors", lambda _: 100 * MIB)
 
     def make(self, n: int, size: int) -> torch.Tensor:
         self.shape = n, size
@@ -65,6 +66,7 @@ STEPS: dict[str, Callable[[int, int], float]] = {
     "tensors": lambda n, size: 100 * MIB + 32 * n * size,
     "kernels take 1.7 times": lambda n, size: 100 * MIB + 1.7 * 32 * n * size,
     "kernels touch a half": lambda n, size: 100 * MIB + 0.5 * 32 * n * size,
+    "garbage at first": lambda n, size: (250 if n * size == 16 else 100) * MIB + 32 * n * size,
     "linear": lambda n, size: 100 * MIB + 4000 * n * size,
     "quadratic": lambda n, size: 120 * MIB + n * (9000 * size + 90 * size**2),
     "squares of n": lambda n, size: 100 * MIB + 3000 * n * size + 500 * n**2,
@@ -79,6 +81,7 @@ STEPS: dict[str, Callable[[int, int], float]] = {
         ("tensors", "auto"),
         *(pytest.param(name, "run", marks=pytest.mark.slow) for name in STEPS if name != "linear"),
         ("kernels touch a half", "auto"),
+        ("garbage at first", "auto"),
         pytest.param("kernels take 1.7 times", "auto", marks=pytest.mark.slow),
     ],
 )
@@ -94,8 +97,8 @@ def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.M
         n = int(cost.capacity(size, budget))
         real = STEPS[name](n, size)
         assert real <= 1.002 * budget
-        # Batches that are only run are limited.
-        if method == "auto" or name in ("linear", "quadratic", "floor"):
+        # Batches that are only run are limited; of small ones no two show a scale below 1.
+        if name in ("linear", "quadratic", "floor") or (name, method) == ("tensors", "auto"):
             assert real >= 0.7 * budget
 
 

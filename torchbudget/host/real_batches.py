@@ -193,8 +193,10 @@ def _fields(dataset: MapStyle) -> list[_Field]:
     fields = []
     for one in found:
         columns = [*zip(*map(_shape, one.values), strict=False)]
-        ragged = {one: k for k, one in reversed([*enumerate(columns)]) if len({*one}) > 1}
-        ragged = dict(sorted(ragged.items(), key=lambda item: item[1]))
+        ragged: dict[tuple[int, ...], int] = {}
+        for axis, lengths in enumerate(columns):
+            if len({*lengths}) > 1:
+                ragged.setdefault(lengths, axis)
         fields.append(_Field(one.path, len(columns), ragged, one.kind == "text"))
     return fields
 
