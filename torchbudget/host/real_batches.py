@@ -193,10 +193,8 @@ def _fields(dataset: MapStyle) -> list[_Field]:
     fields = []
     for one in found:
         columns = [*zip(*map(_shape, one.values), strict=False)]
-        ragged: dict[tuple[int, ...], int] = {}
-        for axis, lengths in enumerate(columns):
-            if len({*lengths}) > 1:
-                ragged.setdefault(lengths, axis)
+        differing = [lengths for lengths in columns if len({*lengths}) > 1]
+        ragged = {lengths: columns.index(lengths) for lengths in differing}
         fields.append(_Field(one.path, len(columns), ragged, one.kind == "text"))
     return fields
 
