@@ -278,14 +278,16 @@ class _Runs:
     def _fit(self, probes: Sequence[Probe]) -> tuple[float, float]:
         """The offset and the scale of traced bytes of a line that no run is above.
 
-        It is as steep as any run rose from the first. A scale is below 1 only if two later runs of
-        one size rose so little, too: a kernel does not touch all that it allocates (0.6 in an
-        LSTM). Of the first run alone, garbage may be the reason.
+        It is as steep as the largest run of any size rose from the first: smaller runs show what is
+        fixed, rather than what grows. A scale is below 1 only if two later runs of one size rose so
+        little, too: a kernel does not touch all that it allocates (0.6 in an LSTM). Of the first
+        run alone, garbage may be the reason.
         """
         peaks = np.array([probe.peak_bytes for probe in probes], float)
+        largest = {probe.size: probe for probe in sorted(probes[1:], key=lambda probe: probe.n)}
         twins = [(a, b) for a, b in combinations(probes[1:], 2) if a.size == b.size]
-        least = [one for pair in twins for one in self._grown(pair)] or [1.0]
-        scale = max([*self._grown(probes), *least])
+        shown = max((one for pair in twins for one in self._grown(pair)), default=1.0)
+        scale = max([*self._grown([probes[0], *largest.values()]), min(shown, 1.0)])
         return max(float((peaks - scale * self._tensors(probes)).max()), 0.0), scale
 
     def _grown(self, probes: Sequence[Probe]) -> list[float]:
