@@ -14,7 +14,8 @@ from _peers_runs import Way, Work
 TITLE = "Fine-tuning on real text"
 TEXT = (
     "A BERT of two layers (from a config, dropout on) learns what each docstring of the standard "
-    "library documents; every batch is a step. Settings are samples, or tokens (ODB)."
+    "library documents; every batch is a step. Settings are samples, or tokens "
+    "(online-dynamic-batching)."
 )
 LONGEST = 512  # tokens
 KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -73,7 +73,7 @@ def measure_cost(
     is loaded.
 
     For CUDA, `method="trace"` predicts the bytes of a device without having one; `notes` list the
-    assumptions. On a machine with CUDA, "auto" also runs there.
+    assumptions. With the model on a GPU, "auto" runs the step.
 
     Everything that the step refers to is restored bit for bit: model, optimizer, schedulers,
     gradient scalers, random generators and tensors. Meanwhile their values are in a file in the

@@ -621,9 +621,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
 
-        A state between two windows that was saved without workers loads with any number of workers
-        and ranks, and under another budget, cost or look-ahead. So does any state at the beginning
-        of an epoch.
+        A state between two windows that was saved without workers loads under another budget, cost
+        or look-ahead and, with `split="none"`, with any number of workers and ranks. So does any
+        state at the beginning of an epoch.
 
         Raises:
             StateError: the state is malformed; or, at the next loop, persistent workers were
