@@ -10,21 +10,21 @@ Command: PYTHONPATH=. python examples/benchmarks/any_model_cpu.py [--models TEXT
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, glibc 2.36; OMP_NUM_THREADS=1.
 
     step                       budget  runs  margin  scale  probes    seen    peak  predicted  steps  measuring  allowed  unseen
-    encoder, padding masked         1     4   1.56%  1.006  0.9453  0.9407  0.9817     0.9181     16        9.9     24.4   -0.1%
-    encoder, padding masked         3     4   1.00%  1.001  0.9414  0.9408  0.9892     0.9248     15       20.4     59.6   -0.0%
-    U-Net                           1     4   1.56%  1.501  0.9392  0.9393  0.9741     0.9769     29        9.0     26.2  +46.6%
-    U-Net                           3     4   1.00%  1.477  0.9428  0.9428  0.9881     0.9944     55       20.8     62.8  +46.6%
-    speech, CTC                     1     7   1.56%  1.208  0.9598  0.9541  0.9572     0.9528     10       13.6     29.0  +15.3%
-    speech, CTC                     3     7   1.00%  1.204  0.9471  0.9446  0.9546     0.9338     10       35.5     69.2  +15.3%
-    graphs                          1     4   1.56%  1.000  0.9441  0.9437  0.9872     0.9830     10        5.9     28.0   -0.0%
-    graphs                          3     4   1.00%  1.000  0.9478  0.9476  0.9934     0.9320      9       21.9     76.0   -0.0%
-    contrastive                     1     7   1.56%  1.002  0.9516  0.9494  0.9622     0.9999      5        8.7     22.0   -0.1%
-    contrastive                     3     7   1.00%  1.001  0.9497  0.9488  0.9505     0.9999      5       25.7     44.3   -0.0%
-    decoder, chunked loss           1     7   1.56%  1.025  0.9468  0.9386  0.9752     0.9341      8      107.7     31.1   -0.6%
-    decoder, chunked loss           3     7   1.00%  1.027  0.9682  0.9467  0.9673     0.9066      8      125.1     85.8   -0.6%
-    experts, routed                 1    30   3.00%  1.000  0.9519  0.9508  0.9581     0.9462      8       26.1     21.7       –
-    encoder, PaddedBatch.mask       1     4   1.56%  1.006  0.9381  0.9150  0.9763     0.9206     16       11.5     23.9   -1.7%
-    LSTM                            1     7   1.56%  0.604  0.7178  0.7160  0.9831     0.9118      8       75.0     22.0  -40.6%
+    encoder, padding masked         1     4   1.56%  1.000  0.9432  0.9356  0.9831     0.9567     16        9.6     23.9   -0.2%
+    encoder, padding masked         3     4   1.00%  1.000  0.9406  0.9390  0.9903     0.9264     15       18.3     51.6   -0.0%
+    U-Net                           1     7   1.56%  1.467  0.9391  0.9392  0.9799     0.9573     30       13.7     26.3  +46.5%
+    U-Net                           3     7   1.00%  1.468  0.9455  0.9455  0.9914     0.9894     55       38.2     60.1  +46.8%
+    speech, CTC                     1     7   1.56%  1.208  0.9598  0.9545  0.9572     0.9521     10       13.5     28.7   -0.1%
+    speech, CTC                     3     7   1.00%  1.204  0.9463  0.9439  0.9543     0.9337     10       36.3     69.5  +15.3%
+    graphs                          1     4   1.56%  1.000  0.9444  0.9446  0.9871     0.9830     10        6.1     28.3   -0.0%
+    graphs                          3     4   1.00%  1.000  0.9478  0.9475  0.9933     0.9317      9       17.7     70.1   -0.0%
+    contrastive                     1     7   1.56%  1.001  0.9513  0.9502  0.9622     0.9999      5        8.3     21.7   -0.1%
+    contrastive                     3     7   1.00%  1.000  0.9497  0.9486  0.9503     0.9999      5       23.6     42.7   -0.0%
+    decoder, chunked loss           1     4   1.56%  1.025  0.9539  0.9324  0.9659     0.9351      8      103.6     30.4   -0.7%
+    decoder, chunked loss           3     7   1.00%  1.020  0.9687  0.9463  0.9712     0.9066      8      125.3     81.2   -0.7%
+    experts, routed                 1    30   3.00%  1.000  0.9518  0.9500  0.9585     0.9460      8       25.1     21.5       –
+    encoder, PaddedBatch.mask       1     4   1.56%  1.000  0.9383  0.9175  0.9823     0.9606     16       10.6     23.8   -0.6%
+    LSTM                            1     7   1.56%  0.602  0.7173  0.7130  0.9843     0.9116      8       65.6     21.5  -43.0%
 
 `probes` and `peak` are the high-water marks of resident memory while the cost was measured, and
 over the epoch, / the whole budget; `seen` is the former as another process saw it, every 5 ms.
@@ -32,9 +32,8 @@ over the epoch, / the whole budget; `seen` is the former as another process saw 
 `unseen` is the growth of resident memory in the step that was predicted to take the most, beyond
 the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is about N full batches of the median size.
-Recorded with `--steps 4`, beside another program. Measuring takes longer than allowed where a grid is
-traced, and where no trace is possible. Graphs, contrastive, PaddedBatch.mask and LSTM are of the present
-version; the others of one whose line through the runs was the lowest above them, and so less steep.
+Recorded with `--steps 4`, beside other programs. Measuring takes longer than allowed where a grid is
+traced, and where no trace is possible.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations
