@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
@@ -42,9 +43,9 @@ def optional(name: str, value: Any) -> int | None:
 
 
 def positive_number(name: str, value: object) -> float:
-    """The value as a float, which must be above 0; infinity is."""
-    if not is_number(value) or not value > 0:
-        raise OptionError(f"{name} must be a positive number, got {value!r}")
+    """The value as a float, which must be above 0 and finite."""
+    if not is_number(value) or not 0 < value <= sys.float_info.max:
+        raise OptionError(f"{name} must be a positive finite number, got {value!r:.50}")
     return float(value)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
@@ -25,6 +25,7 @@ from torchbudget.errors import BudgetError, CollateError, CostError, OptionError
 from torchbudget.host import loader as loaders
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 0.7, 60), 2, 60).astype(int).tolist()
+EMPTY = [0, *LENGTHS[1:50], *[0] * 10]
 PAIRS = [*zip(LENGTHS, LENGTHS[::-1], strict=True)]
 TOKENIZER = SimpleNamespace(pad_token_id=7, padding_side="right")
 TOKENS = tb.PaddedCost(unit_bytes=1)
@@ -85,6 +86,11 @@ KINDS: dict[str, Callable[[], tuple[Any, dict[str, Any], Any]]] = {
     ),
     "packed": lambda: (dicts(), {"collate_fn": tb.PackCollate(total_multiple=64)}, LENGTHS),
     "rounded": lambda: (dicts(), {"size_multiple": 8}, LENGTHS),
+    "empty": lambda: ([torch.ones(n) for n in EMPTY], {}, EMPTY),
+    "empty, rounded": lambda: ([torch.ones(n) for n in EMPTY], {"size_multiple": 64}, EMPTY),
+    "a tuple of one": lambda: (
+        [torch.ones(2, n) for n in LENGTHS], {"size": lambda one: one.shape[1:]}, LENGTHS
+    ),
     "fixed": lambda: ([(torch.ones(6), n) for n in LENGTHS], {}, [6] * 60),
     "numbers": lambda: ([(1.0, n) for n in LENGTHS], {}, [1] * 60),
 }  # fmt: skip
@@ -131,12 +137,13 @@ def test_a_data_set_of_any_kind(
     made = loader(data, TOKENS if kind == "texts" else step, "2GiB", max_batch_size=9, **options)
     sampler: Any = made.batch_sampler
     assert np.array_equal(sampler.plan.sizes.values, sizes)
+    assert len(sampler) == 7
     assert sorted(index for batch in sampler for index in batch) == list(range(60))
     assert len([*sampler.tracked(made)]) == len(sampler)
     multiple = options.get("size_multiple", 1)
     occurring = {-(-s // multiple) * multiple for s in sizes} if np.ndim(sizes) == 1 else {*sizes}
     alone = {size for n, size in traced if n == 1}
-    assert alone <= occurring
+    assert alone <= occurring - {0}
     if kind != "texts":
         assert alone
         assert isinstance(sampler.cost, tb.PackedCost if kind == "packed" else tb.MeasuredCost)
@@ -217,6 +224,8 @@ class Stream(IterableDataset[Tensor]):
 
 SWAPPED: Any = (9, step)
 PAIRED = [{"source": ids(a), "target": ids(b)} for a, b in PAIRS]
+ODD = [{"ids": ids(2 + i % 9), "fixed": torch.ones(99 if i == 1 else 4)} for i in range(200)]
+FEWER = DataLoader(dicts(), 8, sampler=RandomSampler(dicts(), num_samples=20))
 WEIGHTED = DataLoader(dicts(), 8, sampler=WeightedRandomSampler(LENGTHS, 60))
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "several fields": (
@@ -253,6 +262,17 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "swapped": (OptionError, "swapped", lambda: loader(dicts(), *SWAPPED)),
     "weighted": (OptionError, "weights= and batches_per", lambda: loader(WEIGHTED, step, 9)),
+    "drawn less often": (OptionError, "of the data, a Subset", lambda: loader(FEWER, TOKENS, 99)),
+    "another axis": (
+        SizesError,
+        r"sample 1 has no size .* \(3, 64\), has another length .* pass size=",
+        lambda: loader([torch.ones(3, 64 if i == 1 else 32) for i in range(200)], TOKENS, 99),
+    ),
+    "another field": (
+        CollateError,
+        "field 'fixed': expected the fixed shape",
+        lambda: [*loader(ODD, TOKENS, 99, shuffle=False)],
+    ),
     "of ours": (
         OptionError,
         "the order of a MemoryBudgetBatchSampler",

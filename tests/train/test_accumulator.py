@@ -207,7 +207,7 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([ZERO], lr=
         ({"samples": 0.5}, "samples must be an int of at least 1"),
         ({"weight": -1}, "weight must be a positive"),
         ({"max_norm": 0}, "max_norm must be"),
-        ({"divisor": 0}, "divisor must be"),
+        *(({"divisor": one}, "divisor must be") for one in (0, math.inf, math.nan, 10**400)),
         ({"optimizer": []}, "needs an optimizer"),
         ({"optimizer": 3}, "optimizer must be one Optimizer"),
         ({"module": [3]}, "module must be one Module"),
@@ -244,6 +244,8 @@ def test_bad_weights(weight: Any) -> None:
     model = make_model("CNN")
     accumulator = GradAccumulator(sgd(model), model, steps=2)
     with pytest.raises(OptionError, match="weight must be"), accumulator.micro_batch(weight=weight):
+        pass
+    with pytest.raises(OptionError, match="samples"), accumulator.micro_batch(1, samples=weight):
         pass
     with pytest.raises(OptionError, match="weight must be"):
         evaluate(model, [torch.ones(2, 3)], lambda *_: torch.ones(()), weight=lambda _: weight)

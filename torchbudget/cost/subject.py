@@ -279,5 +279,9 @@ def _sizes_array(sizes: npt.ArrayLike) -> IntArray:
             f"sizes must be integers of shape (N,) or (N, d), got {array.dtype} {array.shape}"
         )
     if array.min() < 0 or array.max() < 1 or array.max() >= 2**53:
-        raise CostError(f"sizes must be from 0 to 2**53, got {array.min()} to {array.max()}")
-    return array.reshape(len(array), -1).astype(np.int64)
+        raise CostError(
+            f"sizes must be 0 to 2**53 and not all 0, got {array.min()} to {array.max()}"
+        )
+    rows = array.reshape(len(array), -1).astype(np.int64)
+    whole = rows.all(axis=1)  # an empty sample is no sample of another size
+    return rows[whole] if whole.any() else rows

@@ -268,7 +268,7 @@ def predict(
 
 @dataclass(slots=True)
 class CheckedCollate:
-    """A collate that compares the first batch in its process with the plan: see `check_elements`.
+    """A collate that compares its batches with the plan: see `check_elements`.
 
     Attributes:
         collate_fn: makes the batches.
@@ -279,14 +279,11 @@ class CheckedCollate:
     collate_fn: Callable[[list[Any]], Any]
     most: int | None
     multiple: int | None
-    _is_checked: bool = False
 
     def __call__(self, samples: list[Any]) -> Any:
         """Make a batch."""
         batch = self.collate_fn(samples)
-        if not self._is_checked:
-            check_elements(batch, self.most, self.multiple)
-            self._is_checked = True
+        check_elements(batch, self.most, self.multiple)
         return batch
 
 
@@ -300,12 +297,12 @@ def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _taken_from(given: DataLoader[Any], options: dict[str, Any]) -> dict[str, Any]:
+def _taken_from(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options of workers that a loader has; the order that its sampler means is added."""
     batches, sampler = given.batch_sampler, given.sampler
     is_random = type(sampler) is RandomSampler and not sampler.replacement
     in_order = is_random or type(sampler) is SequentialSampler
-    if type(batches) is not BatchSampler or not in_order:
+    if type(batches) is not BatchSampler or not in_order or len(sampler) != len(given.dataset):
         raise OptionError(
             f"loader cannot keep the order of a {type(batches).__name__} of a "
             f"{type(sampler).__name__}: pass its data set and collate_fn=. For draws with "
@@ -337,7 +334,7 @@ def _output_bytes(forward: Forward, batches: RealBatches) -> int:
     rows = batches.rounded()
     elements = rows.prod(axis=1, dtype=np.float64)
     each = []
-    for end in (elements.argmin(), elements.argmax()):
+    for end in (np.where(elements > 0, elements, np.inf).argmin(), elements.argmax()):
         outputs = of_samples(forward, batches(1, rows[end]), 0, np.arange(1))
         leaves = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         objects = 0 if isinstance(outputs, Tensor) else _OBJECT_BYTES * len(leaves)
@@ -470,10 +467,12 @@ def _digest(values: Iterable[Any]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves([*values]):
         one: Any = leaf if isinstance(leaf, (str, bytes, int, float)) else type(leaf).__name__
-        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-            one = leaf.tobytes()
-        elif isinstance(leaf, Tensor):
-            own = local_part(leaf.detach()).contiguous().reshape(-1).view(torch.uint8)
-            one = (tuple(leaf.shape), str(leaf.dtype), int(own.sum()))
+        if isinstance(leaf, Tensor):
+            own = local_part(leaf.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(own.numpy().data)
+            one = (tuple(leaf.shape), str(leaf.dtype))
+        elif hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject:
+            array = np.asarray(leaf)  # of an image, too
+            one = (array.shape, str(array.dtype), array.tobytes())
         digest.update(repr(one).encode())
     return digest.hexdigest()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import inf
 from multiprocessing.context import BaseContext
 from typing import Any, Final
@@ -27,30 +26,18 @@ _PREFETCH: Final = 8  # batches a worker at the most; more help only where their
 _log: Final = logging.getLogger("torchbudget")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoaderOptions(Mapping[str, Any]):
+class LoaderOptions(dict[str, Any]):
     """Keyword arguments of a `DataLoader`, as `loader_options` chose them.
 
     Attributes:
-        options: the arguments.
         needs: the predicted bytes of the loader.
         budget_bytes: bytes of the host.
         limited_by: the limit that one more worker, or one more prefetched batch, would exceed.
     """
 
-    options: Mapping[str, Any]
     needs: HostBytes
     budget_bytes: int
     limited_by: str
-
-    def __getitem__(self, name: str) -> Any:
-        return self.options[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.options)
-
-    def __len__(self) -> int:
-        return len(self.options)
 
     def explain(self) -> str:
         """The options, their limit, and the bytes of each part against the budget, as text."""
@@ -172,15 +159,16 @@ def loader_options(
     limited_by = more or f"max_workers={most}, or the processors of this rank"
     if not workers:
         _log.warning("no worker fits: %s; batches will be loaded in the loop", limited_by)
-    options: dict[str, Any] = {
-        "num_workers": workers,
-        "prefetch_factor": prefetch or None,
-        "pin_memory": pins,
-        "persistent_workers": workers > 0,
-        "multiprocessing_context": multiprocessing_context if workers else None,
-    }
-    needs = model.needs(workers, prefetch, pins=pins)
-    return LoaderOptions(options=options, needs=needs, budget_bytes=host, limited_by=limited_by)
+    options = LoaderOptions(
+        num_workers=workers,
+        prefetch_factor=prefetch or None,
+        pin_memory=pins,
+        persistent_workers=workers > 0,
+        multiprocessing_context=multiprocessing_context if workers else None,
+    )
+    options.needs = model.needs(workers, prefetch, pins=pins)
+    options.budget_bytes, options.limited_by = host, limited_by
+    return options
 
 
 def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0) -> HostBytes:

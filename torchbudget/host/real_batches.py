@@ -25,10 +25,17 @@ _DISTINCT: Final = 16  # samples of a batch of one size, which takes them again:
 
 @dataclass(frozen=True, slots=True)
 class AxesKey:
-    """The lengths of a field along some of its axes, as a key of sizes; 1 for no axis."""
+    """The lengths of a field along some of its axes, as a key of sizes; 1 for no axis.
+
+    Attributes:
+        path: of the field.
+        axes: that are ragged.
+        fixed: the other axes, each with its length.
+    """
 
     path: FieldPath
     axes: tuple[int, ...]
+    fixed: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, sample: Any) -> int | tuple[int, ...]:
         """Return the size of a sample."""
@@ -36,6 +43,11 @@ class AxesKey:
             sample = sample[name]
         shape = _shape(sample)
         lengths = tuple(shape[axis] for axis in self.axes)
+        if any(shape[axis] != length for axis, length in self.fixed):
+            raise ValueError(
+                f"its shape, {(*shape,)}, has another length along an axis in which other samples "
+                "are alike; pass size=, a function that returns all ragged axes"
+            )
         return lengths if len(lengths) > 1 else lengths[0] if lengths else 1
 
     def __repr__(self) -> str:
@@ -50,17 +62,20 @@ class _Field(NamedTuple):
         path: of the field.
         axes: its number of axes.
         ragged: the axis along which samples have each different lengths, of shape `(n,)`.
+        fixed: the other axes, but for those that are as long as a ragged one, with their lengths.
         is_text: it is no tensor in a batch.
     """
 
     path: FieldPath
     axes: int
     ragged: dict[tuple[int, ...], int]
+    fixed: list[tuple[int, int]]
     is_text: bool
 
     @property
     def key(self) -> AxesKey:
-        return AxesKey(self.path, tuple(self.ragged.values()))
+        axes = tuple(self.ragged.values()) or (0,)[: self.axes]
+        return AxesKey(self.path, axes, tuple(one for one in self.fixed if one[0] not in axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +125,10 @@ class RealBatches:
             fields = _fields(dataset)
             key = _found(fields) if key is None else key
             collate = _padding(key, fields, tokenizer, multiple) if collate is None else collate
-        if isinstance(key, AxesKey) and key.axes == (0,) and len(key.path) < 2:
+        if isinstance(key, AxesKey) and key.axes == (0,) and len(key.path) < 2 and not key.fixed:
             key = key.path[0] if key.path else None  # lengths of columns are read fast
         sizes = sizes_of(dataset, key, num_workers=num_workers)
+        sizes = sizes[:, 0] if sizes.shape[1:] == (1,) else sizes
         return cls(dataset=dataset, key=key, sizes=sizes, collate=collate, multiple=multiple)
 
     def __call__(self, n: int, size: Any) -> Any:
@@ -139,9 +155,8 @@ class RealBatches:
         return collate([copy.deepcopy(self._sample(index)) for index in indices])
 
     def rounded(self) -> Sizes:
-        """The padded size of each sample alone, at least 1: shape `(N, d)`."""
-        rows = self.sizes.reshape(len(self.sizes), -1)
-        return np.maximum(-(-rows // self.multiple), 1) * self.multiple
+        """The padded size of each sample alone: shape `(N, d)`."""
+        return -(-self.sizes.reshape(len(self.sizes), -1) // self.multiple) * self.multiple
 
     def _sample(self, index: int) -> Any:
         if index not in self._read:
@@ -195,7 +210,8 @@ def _fields(dataset: MapStyle) -> list[_Field]:
         columns = [*zip(*map(_shape, one.values), strict=False)]
         differing = [lengths for lengths in columns if len({*lengths}) > 1]
         ragged = {lengths: columns.index(lengths) for lengths in differing}
-        fields.append(_Field(one.path, len(columns), ragged, one.kind == "text"))
+        fixed = [(k, lengths[0]) for k, lengths in enumerate(columns) if lengths not in ragged]
+        fields.append(_Field(one.path, len(columns), ragged, fixed, one.kind == "text"))
     return fields
 
 
@@ -208,8 +224,7 @@ def _found(fields: Sequence[_Field]) -> AxesKey:
     ragged = [one for one in fields if one.ragged]
     ragged = [one for one in ragged if not one.is_text] or ragged
     if not ragged:  # all samples are of one size
-        with_axes = [one for one in fields if one.axes]
-        return AxesKey(with_axes[0].path, (0,)) if with_axes else AxesKey(fields[0].path, ())
+        return next((one for one in fields if one.axes), fields[0]).key
     every = {lengths for one in ragged for lengths in one.ragged}
     for one in ragged:
         if {*one.ragged} == every:
@@ -236,7 +251,7 @@ def _padding(
     main = main or next((one for one in fields if one.ragged and not one.is_text), fields[0])
     alike = [one for one in fields if one.ragged and {*one.ragged} <= {*main.ragged}] or [main]
     options: dict[str, Any] = {
-        "fields": {key_of(one.path): "padded" for one in fields
+        "fields": {key_of(one.path): "padded" if one.ragged else "stacked" for one in fields
                    if one.axes and one.path and not one.is_text and one not in alike},
         "size_multiple": multiple,
     }  # fmt: skip

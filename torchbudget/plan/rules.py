@@ -219,7 +219,7 @@ class BatchRules:
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
             raise BudgetError(f"the budget must limit the device, got {budget!r}")
-        further = tuple(map(_limit, limits))
+        further = tuple(map(_limit, limits if isinstance(limits, (list, tuple)) else [limits]))
         return cls(cost=cost, budget_bytes=device_bytes, further_limits=further, **options)
 
     @property

@@ -198,14 +198,15 @@ class GradAccumulator(AccumulatesGradients):
             last: end the step with this micro-batch.
 
         Raises:
-            OptionError: the weight is not a number of at least 0; or micro-batches are nested.
+            OptionError: the weight is no number of at least 0, or `samples` no int of at least 0;
+                or micro-batches are nested.
             StepError: there was no `backward` inside.
         """
         if self._open is not None:
             raise OptionError("micro_batch must not be inside another one")
         if samples is None and self.needs_samples:
             raise OptionError("samples= ends steps: say micro_batch(…, samples=…)")
-        opened = Pending.of(weight, samples or 0, read=self._reads_weights)
+        opened = Pending.of(weight, 0 if samples is None else samples, read=self._reads_weights)
         self.stepped = False
         before, run = self._pending, self._run
         # For the plan and for other ranks, the parts of a split batch are one micro-batch.
@@ -517,5 +518,5 @@ class GradAccumulator(AccumulatesGradients):
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that `training_state` returned."""
+        self.load_state_dict(state.get("accumulator", {}))
         self.optimizers.load_state_dict(state)
-        self.load_state_dict(state["accumulator"])

@@ -27,6 +27,7 @@ from torchbudget.restoring import TrainingState
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import Replayed, unmasked
 from torchbudget.train.retry import Buffers
+from torchbudget.train.step import check_scalar
 
 
 def joint_backward(
@@ -132,8 +133,7 @@ def _two_passes(
         if isinstance(leaf, Tensor):
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     loss = criterion(tree_unflatten(whole, structure))
-    if loss.numel() != 1:
-        raise OptionError(f"the criterion must return a scalar, got the shape {tuple(loss.shape)}")
+    check_scalar(loss)
     if accumulator is None:
         loss.backward()
     else:

@@ -67,7 +67,7 @@ class Optimizers:
                 "a GradScaler unscales a parameter's gradient once for every optimizer that has "
                 "it: let each parameter be in one optimizer"
             )
-        if self.max_norm is not None:
+        if self.max_norm not in (None, math.inf):
             positive_number("max_norm", self.max_norm)
 
     def each_parameter(self) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchbudget.checks import at_least_one, is_int, is_number, positive_number
+from torchbudget.checks import at_least_one, is_int, is_number, natural, positive_number
 from torchbudget.errors import OptionError
 from torchbudget.protocols import StepSource
 
@@ -94,7 +94,7 @@ class Pending:
     backwards: int = 0
 
     @classmethod
-    def of(cls, weight: float | Tensor, samples: float = 0, *, read: bool) -> Pending:
+    def of(cls, weight: float | Tensor, samples: int = 0, *, read: bool) -> Pending:
         """A micro-batch that begins.
 
         Args:
@@ -103,9 +103,10 @@ class Pending:
             read: whether a tensor on a device must be read now.
 
         Raises:
-            OptionError: the weight is no finite number of at least 0, nor a tensor of one.
+            OptionError: the weight is no finite number of at least 0, nor a tensor of one; or
+                `samples` is no int of at least 0.
         """
-        pending = cls(micro_batches=1, samples=samples)
+        pending = cls(micro_batches=1, samples=natural("samples", samples))
         if isinstance(weight, Tensor) and weight.numel() == 1 and not read and waits(weight):
             unread = in_float64(weight)
             pending.unread = torch.where(unread >= 0, unread, math.nan)

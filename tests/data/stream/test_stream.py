@@ -312,6 +312,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "group must be",
     ),
     "limits": (Spent(), {"limits": [TOKENS]}, OptionError, "pairs of a cost model and an amount"),
+    "no limits": (Spent(), {"limits": None}, OptionError, "pairs of a cost model and an amount"),
     "a predicate's budget": (Spent(), {"cost": never}, OptionError, "pass None as the budget"),
     "a predicate's oversize": (
         Spent(),

@@ -209,7 +209,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "as best_shapes returns for the sizes of some samples"
             )
         options = {
-            "limits": tuple(limits),
+            "limits": limits,
             "max_batch_size": max_batch_size,
             "batch_size_multiple": batch_size_multiple,
             "size_multiple": size_multiple,

@@ -369,7 +369,10 @@ class Windows:
 
     def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any] | None:
         """The sizes of samples; `None` if sizes are not taken."""
-        return sizes_of_all(samples, self._stream._size, first) if self._stream._sized else None
+        if not self._stream._sized:
+            return None
+        sizes = sizes_of_all(samples, self._stream._size, first)
+        return sizes[:, 0] if sizes.shape[1:] == (1,) else sizes
 
     def _checksum(self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0) -> int:
         """A checksum of sizes, or of the number of samples, after that of the samples before."""
