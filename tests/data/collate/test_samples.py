@@ -81,7 +81,9 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
 @pytest.mark.parametrize(
     ("samples", "match"),
     [
-        ([], "empty batch"),
+        ([], "a list of at least one sample"),
+        ({"x": torch.ones(3)}, "a list of at least one sample, got .*tensor"),
+        (torch.ones(3, 2), "a list of at least one sample, got tensor"),
         ([(), ()], "at least one field"),
         ([(1,), (1, 2)], "sample 1 .*expected 1 fields .*got 2 fields"),
         ([{"a": {"b": None}}], "sample 0 .*field \\('a', 'b'\\).*got NoneType; convert it"),

@@ -156,8 +156,8 @@ def take_apart(
     >>> take_apart([{"x": 1, "y": (2.0, "a")}, {"y": (3.0, "b"), "x": 4}], {})[0]
     {'x': None, 'y': (None, None)}
     """
-    if not samples:
-        raise CollateError("expected at least one sample, got an empty batch")
+    if not isinstance(samples, (list, tuple)) or not samples:
+        raise CollateError(f"expected a list of at least one sample, got {samples!r:.50}")
     fields: list[Field] = []
     structure = _walk(Field((), "", samples), rules, fields)
     if not fields:
