@@ -134,7 +134,7 @@ class Recipe:
         shapes = [shape for shape, one in zip(shapes, kinds, strict=True) if one == kind]
         every = [leaves_of(one) for one, its in zip(batches, kinds, strict=True) if its == kind]
         self._batch = batches[kinds.index(kind)]
-        terms = np.array([_products(shape, self._powers) for shape in shapes], float)
+        terms = np.array([products(shape, self._powers) for shape in shapes], float)
         if np.linalg.matrix_rank(terms) < len(self._powers):
             raise UntraceableError(
                 "the samples have too few different sizes to derive a batch's shape from"
@@ -168,12 +168,12 @@ class Recipe:
             coordinates: in place of those of a shape.
             uncounted: is called with tensors that stand for arrays of NumPy.
         """
-        products = _products(coordinates, self._powers)
+        terms = products(coordinates, self._powers)
         sizes = iter(self._sizes)
 
         def value(size: _Size) -> Any:
-            pairs = zip(products, size.weights, strict=True)
-            total = sum(product * weight for product, weight in pairs if weight)
+            pairs = zip(terms, size.weights, strict=True)
+            total = sum(term * weight for term, weight in pairs if weight)
             return total // size.divisor if size.divisor > 1 else total
 
         def replace(leaf: Any) -> Any:
@@ -195,7 +195,8 @@ def _dtype_of(array: Any) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
-def _products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:
+def products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The products of the coordinates whose power is 1."""
     pairs = (zip(shape, power, strict=True) for power in powers)
     return [math.prod(one for one, exponent in some if exponent) for some in pairs]
 

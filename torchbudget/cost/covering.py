@@ -241,8 +241,9 @@ class Covering:
             worst, at = 1.0, None
             for axis, nodes in enumerate(sizes):
                 for low, high in pairwise(nodes):
-                    middle = self._middle(axis, low, high)
-                    if middle is None or (axis, low, high) in done or not self._has_time():
+                    middle = domain.on_axis(axis, (low * high) ** 0.5)
+                    between = low < middle < high
+                    if not between or (axis, low, high) in done or not self._has_time():
                         continue
                     others = [one[-1] for one in sizes]
                     others[axis] = middle
@@ -279,17 +280,6 @@ class Covering:
 
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
-
-    def _middle(self, axis: int, low: int, high: int) -> int | None:
-        """A size between two on an axis, on a logarithmic scale; of known ones, one of them."""
-        domain = self.subject.domain
-        wanted = (low * high) ** 0.5
-        if domain.known is not None:
-            known = np.unique(domain.known[:, axis])
-            inside = known[(known > low) & (known < high)]
-            return int(inside[np.abs(np.log(inside / wanted)).argmin()]) if len(inside) else None
-        middle = -(-round(wanted) // domain.multiple) * domain.multiple
-        return middle if low < middle < high else None
 
     def _grid_of(self, sizes: list[list[int]]) -> Grid:
         every = list(product(*sizes))

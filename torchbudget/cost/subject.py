@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
-from torchbudget.cost.batch_recipe import Shape, batch_bytes
+from torchbudget.cost.batch_recipe import Shape, batch_bytes, products
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
@@ -109,19 +108,22 @@ class Domain:
         if self.known is not None:
             off = np.abs(np.log(self.known / wanted)).sum(axis=1)
             return tuple(self.known[int(off.argmin())].tolist())
-        rounded = -(-np.rint(wanted).astype(int) // self.multiple) * self.multiple
-        return tuple(np.clip(rounded, self.smallest, self.largest).tolist())
+        return tuple(self.on_axis(axis, one) for axis, one in enumerate(wanted))
+
+    def on_axis(self, axis: int, wanted: float) -> int:
+        """The nearest size on an axis, on a logarithmic scale; of known sizes, one of them."""
+        if self.known is not None:
+            sizes = self.known[:, axis]
+            return int(sizes[np.abs(np.log(sizes / wanted)).argmin()])
+        rounded = -(-round(wanted) // self.multiple) * self.multiple
+        return min(max(rounded, self.smallest[axis]), self.largest[axis])
 
     def nodes(self, count: int) -> list[list[int]]:
         """Up to a number of sizes on each axis, from the smallest to the largest."""
-        shares = np.linspace(0, 1, count)
-        if self.known is None:
-            return [sorted({self.between(one)[k] for one in shares}) for k in range(self.axes)]
-        found = []
-        for low, high, lengths in zip(self.smallest, self.largest, self.known.T, strict=True):
-            off = np.abs(np.log(lengths[:, None] / (low * (high / low) ** shares)))
-            found.append(np.unique(lengths[off.argmin(axis=0)]).tolist())
-        return found
+        return [
+            sorted({self.on_axis(axis, one) for one in np.geomspace(low, high, count)})
+            for axis, (low, high) in enumerate(zip(self.smallest, self.largest, strict=True))
+        ]
 
     def occurring(self, shape: Shape) -> Shape:
         """The next larger shape that samples of the known sizes can have, padded together."""
@@ -158,26 +160,17 @@ class Domain:
             order = np.argsort(self.known.prod(axis=1), kind="stable")
             count = min(len(order), 3 * 2**self.axes)
             rows = self.known[order[np.linspace(0, len(order) - 1, count).astype(int)]]
-            terms = [[math.prod(x) for x in _subsets(row)] for row in rows.tolist()]
-            if np.linalg.matrix_rank(np.array(terms, float)) == 2**self.axes:
-                sizes = [tuple(row) for row in rows.tolist()]
-                return [(n, *size) for n in (3, 5) for size in sizes]
+            powers = list(product((0, 1), repeat=self.axes))
+            terms = np.array([products(row, powers) for row in rows.tolist()], float)
+            if np.linalg.matrix_rank(terms) == len(powers):
+                return [(n, *row) for n in (3, 5) for row in rows.tolist()]
         each = []
         for low, high in zip(self.smallest, self.largest, strict=True):
             room = (high - low) // self.multiple
-            steps = sorted(
-                {min(k, room) for k in (0, 5, 12)} if room > 12 else range(min(room + 1, 3))
-            )
-            each.append([low + k * self.multiple for k in steps] or [low])
+            steps = (0, 5, 12) if room > 12 else range(min(room + 1, 3))
+            each.append([low + k * self.multiple for k in steps])
         shapes = [(n, *size) for n in (3, 5) for size in product(*each)]
         return [*shapes, (7, *(one[-1] for one in each))]
-
-
-def _subsets(row: Sequence[int]) -> list[tuple[int, ...]]:
-    return [
-        tuple(one for one, taken in zip(row, bits, strict=True) if taken)
-        for bits in product((0, 1), repeat=len(row))
-    ]
 
 
 @dataclass(slots=True, eq=False)
