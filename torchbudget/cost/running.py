@@ -81,11 +81,10 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     if traced is not None and traced.grid is not None:
         traced = replace(traced, grid=traced.grid.extended())
     with subject.state.restored(contents=True):
-        runs = _Runs(subject, StepRunner(subject), room, traced)
-        cost = runs.climbed() if traced is None else runs.scaled()
-        if runs.runner.memory is not None:
-            reserve = reserve_of(cost, runs.runner, subject, room)
-            cost = replace(cost, offset=cost.offset + reserve)
+        runs = _Runs(subject, StepRunner(subject), room)
+        cost = runs.climbed() if traced is None else runs.scaled(traced)
+        reserve = reserve_of(cost, runs.runner, subject, room)
+        cost = replace(cost, offset=cost.offset + reserve)
     runs.runner.empty_cache()  # otherwise reserved memory would count as needed by the next step
     if runs.runner.not_finite:
         subject.warn(
@@ -233,14 +232,14 @@ class _Runs:
     subject: Subject
     runner: StepRunner
     room: int
-    traced: MeasuredCost | None
+    known: MeasuredCost = field(init=False)  # of traces, or of the runs so far
     probes: list[Probe] = field(default_factory=list)
 
     # With a trace: an offset and a scale.
 
-    def scaled(self) -> MeasuredCost:
+    def scaled(self, traced: MeasuredCost) -> MeasuredCost:
         """Run shapes that fill the budget, and fit an offset and a scale to them."""
-        domain = self.subject.domain
+        self.known, domain = traced, self.subject.domain
         smallest, middle, largest = map(domain.between, (0.0, 0.65, 1.0))
         self._run_first(smallest)
         self._reach_for(largest, _SAFE)
@@ -262,13 +261,7 @@ class _Runs:
     def _fitted(self) -> MeasuredCost:
         """The traced cost with the offset and the scale of the runs so far."""
         offset, scale = self._fit([probe for probe in self.probes if not probe.held_out])
-        return replace(self._known, offset=offset, scale=scale, probes=tuple(self.probes))
-
-    @property
-    def _known(self) -> MeasuredCost:
-        if self.traced is None:
-            raise CostError("nothing was traced")
-        return self.traced
+        return replace(self.known, offset=offset, scale=scale, probes=tuple(self.probes))
 
     def _margin(self, cost: MeasuredCost, least: float) -> float:
         """Twice the worst underestimate of any run."""
@@ -300,11 +293,10 @@ class _Runs:
         ]
 
     def _tensors(self, probes: Sequence[Probe]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        known = self._known
-        sizes = [probe.size if known.axes > 1 else probe.size[0] for probe in probes]
-        return known.batch_bytes([probe.n for probe in probes], sizes).astype(float)
+        sizes = [probe.size if self.known.axes > 1 else probe.size[0] for probe in probes]
+        return self.known.batch_bytes([probe.n for probe in probes], sizes).astype(float)
 
-    def _run_first(self, smallest: Size) -> Probe:
+    def _run_first(self, smallest: Size) -> None:
         try:
             first = self.runner.run(1, smallest)
         except ProbeOutOfMemoryError as error:
@@ -321,7 +313,6 @@ class _Runs:
                 f"budget, {format_bytes(self.room)}"
             )
         self.probes.append(first)
-        return first
 
     def _reach_for(self, size: Size, most: float = _NEAR, *, held_out: bool = False) -> None:
         """Run a batch of a size that takes a share of the budget, by the largest scale seen."""
@@ -331,7 +322,7 @@ class _Runs:
         # A process may take most of a budget, so shares are of the rest.
         target = min(first + share * (self.room - first), _NEAR * self.room)
         wanted = int((target - first) / scale + tensors[0])
-        n = int(self._known.capacity(size if len(size) > 1 else size[0], max(wanted, 0)))
+        n = int(self.known.capacity(size if len(size) > 1 else size[0], max(wanted, 0)))
         n = min(n, self.subject.most_samples(size))
         if n < 1 or any(probe.size == size and probe.n >= n for probe in self.probes):
             return
@@ -394,44 +385,40 @@ class _Runs:
         self._run_first(domain.between(0.0))
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
-            if self._may_begin((*size,), least):
-                self._climb((*size,), least)
+            self._climb((*size,), least)
         self._note_if_unreached(domain.largest)
-        self._check_between(nodes)
+        self.known = self._grid_cost(nodes)
+        for share in (0.3, 0.7):
+            self._reach_for(domain.between(share), held_out=True)
         self.probes = self.runner.settled(self.probes)
         cost = self._grid_cost(nodes)
         return replace(cost, margin=self._margin(cost, _BLIND_MARGIN), seconds=self._seconds(cost))
-
-    def _may_begin(self, size: Size, least: int) -> bool:
-        """Whether runs of other sizes bound the fewest samples of this size below the budget."""
-        idle = self.runner.idle_bytes
-        for probe in self.probes:
-            larger = max(1.0, *(a / b for a, b in zip(size, probe.size, strict=True)))
-            grown = max(probe.peak_bytes - idle, _SEEN_BYTES) / (1 if probe.held_out else probe.n)
-            power = 2 * sum(a > b for a, b in zip(size, probe.size, strict=True))
-            if idle + least**2 * grown * larger**power * _LINEAR <= self.room:
-                return True
-        return False
 
     def _climb(self, size: Size, least: int) -> None:
         runs = [probe for probe in self.probes if probe.size == size]
         target = int(_NEAR * self.room)
         most = self.subject.most_samples(size)
         for _ in range(_MOST_CLIMBS):
-            n = min(self._next(runs, target) if runs else max(self._begin(size), least), most)
+            n = min(self._next(runs, target) if runs else self._begin(size, least), most)
             if n < 1 or (runs and n <= runs[-1].n * 1.05):
                 return
             if not self._run(n, size):
                 return
             runs.append(self.probes[-1])
 
-    def _begin(self, size: Size) -> int:
-        """The most samples that cannot need more than a run of shorter samples did."""
-        found = [1.0]
+    def _begin(self, size: Size, least: int) -> int:
+        """The most samples that cannot need more than a run of other samples did.
+
+        At least the fewest that exist, if such a run bounds them below the budget; otherwise 0.
+        """
+        idle, found = self.runner.idle_bytes, 0
         for probe in self.probes:
-            larger = [max(a / b, 1.0) for a, b in zip(size, probe.size, strict=True)]
-            found.append(probe.n / math.prod(larger) ** 2)
-        return int(max(found))
+            pairs = zip(size, probe.size, strict=True)
+            larger = math.prod(max(a / b, 1.0) for a, b in pairs) ** 2
+            grown = max(probe.peak_bytes - idle, _SEEN_BYTES) / probe.n * larger
+            if idle + least**2 * grown * _LINEAR <= self.room:
+                found = max(found, least, int(probe.n / larger))
+        return found
 
     def _next(self, runs: Sequence[Probe], target: int) -> int:
         """The most samples that cannot need more than the target, judged by runs of this size.
@@ -463,16 +450,6 @@ class _Runs:
             return False
         before, slope = map(_slope, runs[-3:], runs[-2:])
         return slope <= _LINEAR * before
-
-    def _check_between(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Run two batches of sizes between the nodes, which are held out."""
-        cost = self._grid_cost(nodes)
-        for share in (0.3, 0.7):
-            size = self.subject.domain.between(share)
-            n = int(cost.capacity(size if len(size) > 1 else size[0], int(_NEW * self.room)))
-            n = min(n, self.subject.most_samples(size))
-            if n >= 1 and all(probe.size != size for probe in self.probes):
-                self._run(n, size, held_out=True)
 
     def _grid_cost(self, nodes: Sequence[Sequence[int]]) -> MeasuredCost:
         domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
