@@ -233,31 +233,24 @@ def _target_of(
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
     """The cost without what it was measured on."""
     ranks = JoinedRanks(subject.state)
-    if room is None:
-        cost = ranks.of_first(partial(_traced, subject, None))
-        return _on_cuda(subject, cost, AssumedCuda.detect()) if _is_cuda(subject) else cost
-    room = ranks.least(room)
-    if method == "trace" and _is_cuda(subject):
-        assumed = AssumedCuda.detect()
-        if room <= assumed.fixed_bytes:
-            raise CostError(
-                "a CUDA context and the workspaces of libraries take "
-                f"{format_bytes(assumed.fixed_bytes)}, which leaves nothing of a budget of "
-                f"{format_bytes(room)}; raise it"
-            )
-        cost = ranks.of_first(partial(_traced, subject, room - assumed.fixed_bytes))
+    assumed = AssumedCuda.detect() if method == "trace" and _is_cuda(subject) else None
+    beside, left = 0, None
+    if assumed is not None:
+        beside = assumed.fixed_bytes
+    elif room is not None:  # all ranks use the first rank's memory outside tensors
+        beside = ranks.of_first(partial(_beside_tensors, subject))
+    if room is not None:
+        room = ranks.least(room)
+        left = max(room - beside, 1)
+        # Its samples are in memory as well, and a budget may be smaller than that of any batch.
+        subject.most_bytes = min(subject.most_bytes, left // 4)
+        if method != "trace":
+            find = partial(_traced_if_possible, subject, left)
+            return run_steps(subject, room, ranks.of_first(find) if method == "auto" else None)
+    cost = ranks.of_first(partial(_traced, subject, left))
+    if assumed is not None:
         return _on_cuda(subject, cost, assumed)
-    # All ranks use the first rank's memory outside tensors.
-    beside = ranks.of_first(partial(_beside_tensors, subject))
-    left = max(room - beside, 1)
-    # Its samples are in memory as well, and a budget may be smaller than that of any batch.
-    subject.most_bytes = min(subject.most_bytes, left // 4)
-    if method == "trace":
-        return _on_cpu(subject, ranks.of_first(partial(_traced, subject, left)), beside)
-    traced = (
-        ranks.of_first(partial(_traced_if_possible, subject, left)) if method == "auto" else None
-    )
-    return run_steps(subject, room, traced)
+    return cost if room is None else _on_cpu(subject, cost, beside)
 
 
 def _is_cuda(subject: Subject) -> bool:
