@@ -120,10 +120,7 @@ class Covering:
             held = every[piece.holds(every) != NOT_HELD]
             if len(held):
                 self.pieces.append(trace.piece(held, harmless))
-        traces = [*self._traces, *self._concrete.values()]
-        first = traces[0]
-        self.empty = int(first.living(shapes[:1])[first.starts[1] - 1, 0])
-        self._note_what_is_left(first)
+        self._note_what_is_left([*self._traces, *self._concrete.values()][0], shapes[0])
 
     # Symbolic pieces.
 
@@ -377,13 +374,13 @@ class Covering:
         self.grid, outlier = min(ways, key=lambda way: way[0].raised_share)
         return outlier
 
-    def _note_what_is_left(self, trace: Trace) -> None:
-        shape = tuple(self.subject.domain.draw(1, self.most_n)[0].tolist())
-        left = trace.left_at(shape)
-        if left > 0:
+    def _note_what_is_left(self, trace: Trace, shape: IntArray) -> None:
+        living = trace.living(shape)[:, 0]
+        before, self.empty = (int(living[end - 1]) for end in trace.starts)
+        if self.empty > before:
             self.subject.warn(
-                f"a step leaves up to {format_bytes(left)} allocated: does it keep losses or "
-                "outputs?"
+                f"a step leaves up to {format_bytes(self.empty - before)} allocated: does it keep "
+                "losses or outputs?"
             )
         if trace.assumed:
             self.subject.notes.append(

@@ -102,32 +102,19 @@ class Trace:
     assumed: int = 0
     seconds: float = 0.0
 
-    def sizes_at(self, shapes: npt.ArrayLike) -> IntArray:
-        """Bytes of the different storages at each shape, `(S, d)`: shape `(sizes, S)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        sizes = np.empty((len(self.sizes), len(shapes)), np.int64)
-        values = self.expressions.evaluate(shapes, self.sizes)
-        for row, value in zip(sizes, values, strict=True):
-            row[:] = value
-        return -(-sizes // self.granularity) * self.granularity
-
     def living(self, shapes: npt.ArrayLike) -> IntArray:
-        """Bytes that live after each event at each shape, `(events, S)`."""
-        changes = self.sizes_at(shapes)[self.events] * self.signs[:, None]
-        living: IntArray = np.cumsum(changes, axis=0)
+        """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        values = self.expressions.evaluate(shapes, self.sizes)
+        sizes = np.array([np.broadcast_to(one, len(shapes)) for one in values], np.int64)
+        blocks = -(-sizes // self.granularity) * self.granularity
+        living: IntArray = np.cumsum(blocks[self.events] * self.signs[:, None], axis=0)
         return living
 
     def peaks(self, shapes: npt.ArrayLike) -> IntArray:
         """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        parts = np.array_split(shapes, 1 + len(shapes) * len(self.events) // _MOST_CELLS)
-        return np.concatenate([self.living(some).max(axis=0) for some in parts])
-
-    def left_at(self, shape: Shape) -> int:
-        """Bytes that the second step leaves behind."""
-        living = self.living([shape])[:, 0]
-        first, last = self.starts
-        return int(living[last - 1] - living[first - 1])
+        peaks: IntArray = self.living(shapes).max(axis=0)
+        return peaks
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
@@ -152,13 +139,11 @@ class Trace:
         tops: set[int] = set()
         for some in np.array_split(shapes, 1 + len(shapes) * len(self.events) // _MOST_CELLS):
             tops.update(self.living(some).argmax(axis=0).tolist())
-        changes = np.zeros((len(self.events), len(self.sizes)), np.int64)
-        changes[np.arange(len(self.events)), self.events] = self.signs
-        counts = np.cumsum(changes, axis=0)[sorted(tops)]
-        sums = {
-            tuple((self.sizes[k], int(row[k])) for k in np.flatnonzero(row).tolist())
-            for row in counts
-        }
+        sums = set()
+        for top in tops:
+            counts = np.bincount(self.events[: top + 1], self.signs[: top + 1])
+            used = np.flatnonzero(counts).tolist()
+            sums.add(tuple((self.sizes[k], int(counts[k])) for k in used))
         return Piece(
             nodes=tuple(self.expressions.nodes),
             sums=tuple(sorted(sums)),
@@ -229,7 +214,7 @@ class Tracer:
         def fresh(_: _Counter) -> Any:  # a step may take items out of its batch
             return copy.copy(batch) if isinstance(batch, (dict, list)) else batch
 
-        return self._traced(fresh, shape, None, most_seconds)
+        return self._traced(fresh, shape, None, most_seconds, shape)
 
     def symbolic(self, recipe: Recipe, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step with symbols in place of the coordinates of `shape` that are above 1.
@@ -266,7 +251,7 @@ class Tracer:
         shape: Shape,
         env: Any,
         most_seconds: float,
-        coordinates: Sequence[Any] = (),
+        coordinates: Sequence[Any],
     ) -> Trace:
         begun = time.process_time()
         until = begun + most_seconds
@@ -455,20 +440,19 @@ class _Counter(TorchDispatchMode):
         events = [numbers.setdefault(size, len(numbers)) for size, _ in self.events]
         guards = {} if env is None else {one.expr: _line_of(one) for one in env.guards}
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
-        known = [None] * len(shape) if env is None else list(symbols)
         return Trace(
             expressions,
-            tuple(expressions.add(size, known) for size in numbers),
+            tuple(expressions.add(size, symbols) for size in numbers),
             np.array(events, np.int64),
             np.array([sign for _, sign in self.events], np.int64),
             starts,
-            tuple((expressions.add(guard, known), line) for guard, line in guards.items()),
+            tuple((expressions.add(guard, symbols), line) for guard, line in guards.items()),
             tuple(
                 value if symbol is None else None
-                for symbol, value in zip(known, shape, strict=True)
+                for symbol, value in zip(symbols, shape, strict=True)
             ),
             self._granularity,
-            expressions.add(flops, known),
+            expressions.add(flops, symbols),
             self.assumed,
         )
 
@@ -646,32 +630,27 @@ def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> t
     return input.new_empty(minlength, dtype=torch.float64)  # torch's meta kernel says float32
 
 
-def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
-    """The outputs of a recurrent layer of oneDNN, with its workspace, which the backward needs."""
-    outputs = [*torch.ops.aten.mkldnn_rnn_layer.default(*arguments)]
-    known = [
-        (tuple(map(int, one.shape)), one.dtype) if isinstance(one, torch.Tensor) else one
-        for one in arguments
-    ]
-    outputs[3] = outputs[3].new_empty(_workspace_bytes(repr(known), arguments))
-    return outputs
-
-
 _workspaces: Final[dict[str, int]] = {}
 
 
-def _workspace_bytes(known: str, arguments: Sequence[Any]) -> int:
-    """Bytes of a workspace: torch's fake kernel says 0, and only a real layer knows them."""
+def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
+    """The outputs of a recurrent layer of oneDNN, with its workspace, which the backward needs.
+
+    torch's fake kernel says that the workspace has 0 bytes, and only a real layer knows them.
+    """
+    layer = torch.ops.aten.mkldnn_rnn_layer.default
+    outputs = [*layer(*arguments)]
+    shapes = tree_map_only(torch.Tensor, lambda one: (*map(int, one.shape), one.dtype), arguments)
+    known = repr(shapes)
     if known not in _workspaces:
         with unset_fake_temporarily():
-            real = [
-                torch.zeros([*map(int, one.shape)], dtype=one.dtype)
-                if isinstance(one, torch.Tensor)
-                else one
-                for one in arguments
-            ]
-            _workspaces[known] = torch.ops.aten.mkldnn_rnn_layer.default(*real)[3].nbytes
-    return _workspaces[known]
+            _workspaces[known] = layer(*tree_map_only(torch.Tensor, _zeros, arguments))[3].nbytes
+    outputs[3] = outputs[3].new_empty(_workspaces[known])
+    return outputs
+
+
+def _zeros(fake: torch.Tensor) -> torch.Tensor:
+    return torch.zeros([*map(int, fake.shape)], dtype=fake.dtype)
 
 
 def _attention_inside(heads_at: int, arguments: tuple[Any, ...]) -> torch.Tensor:
