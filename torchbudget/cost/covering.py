@@ -59,7 +59,7 @@ class Covering:
     Attributes:
         subject: the step and its batches.
         tracer: of the step.
-        room: bytes beyond which no shape matters; `None`: all matter.
+        room: bytes beyond which no shape matters; infinite: all matter.
         most_n: samples up to which traces are compared.
         pieces: for shapes that they hold.
         grid: for the others; `None`: there are none.
@@ -70,7 +70,7 @@ class Covering:
 
     subject: Subject
     tracer: Tracer
-    room: int | None
+    room: float
     most_n: int = _COMPARED
     pieces: list[Piece] = field(default_factory=list)
     grid: Grid | None = None
@@ -97,8 +97,8 @@ class Covering:
         self._deadline = time.process_time() + _MOST_SECONDS
         smallest = self.subject.domain.between(0.0)
         two = self._at((2, *smallest))
-        if self.room is not None:
-            fitting = self.room // max(two - self._at((1, *smallest)), 1)
+        if self.room < math.inf:
+            fitting = int(self.room) // max(two - self._at((1, *smallest)), 1)
             self.most_n = min(max(fitting, _COMPARED), _MOST_COMPARED)
         self.most_n = min(self.most_n, self.subject.most_samples(smallest))
         shapes = self.subject.domain.draw(_DRAWN, self.most_n)
@@ -193,7 +193,7 @@ class Covering:
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
-            if equalities & set(one) or time.process_time() > self._deadline:
+            if equalities & set(one) or not self._has_time():
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
@@ -263,12 +263,8 @@ class Covering:
 
     def _off(self, found: FloatArray, real: FloatArray) -> float:
         """The largest error of bytes that fit the budget, as a multiple of what is allowed."""
-        errors = (found / real - 1)[np.minimum(real, found) <= self._room]
+        errors = (found / real - 1)[np.minimum(real, found) <= self.room]
         return float(np.abs(errors).max(initial=0.0)) / _OFF
-
-    @property
-    def _room(self) -> float:
-        return math.inf if self.room is None else self.room
 
     def _limit(self, size: tuple[int, ...]) -> float:
         """The most seconds of a trace, by those of two samples of a size."""
@@ -301,9 +297,9 @@ class Covering:
         known.update({n: value(n) for n in (1, 2, also) if n not in known})
         low, high = sorted(known)[-2:]
         most = min(self.most_n, self.subject.most_samples(size))
-        while known[high] < self._room and high < most:
+        while known[high] < self.room and high < most:
             slope = max((known[high] - known[low]) / (high - low), 1e-9)
-            aim = high + (self._room - known[high]) / slope
+            aim = high + (self.room - known[high]) / slope
             low, high = high, int(min(max(aim, 2 * high), 4 * high, most))
             trace, limit = self._concrete.get((low, *size)), self._limit(size)
             try:
@@ -317,7 +313,7 @@ class Covering:
         while intervals and self._has_time():
             low, high = intervals.pop(0)
             middle = round((low * high) ** 0.5)
-            if high > _NEAR * low and known[low] < self._room:
+            if high > _NEAR * low and known[low] < self.room:
                 found = along((low, high), (known[low], known[high]), [middle])
                 known[middle] = value(middle)
                 if self._off(found, np.array([known[middle]])) > 1:
@@ -351,7 +347,7 @@ class Covering:
         `by_area` becomes what gives the smaller error.
         """
         known = left[:, 0] <= grid.known_at(left[:, 1:])
-        left = left[known & (grid.bytes_at(left) <= self._room)]
+        left = left[known & (grid.bytes_at(left) <= self.room)]
         shapes: list[Shape] = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             late = time.process_time() > self._deadline + _MOST_SECONDS / 2

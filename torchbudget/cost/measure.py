@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -234,7 +235,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     """The cost without what it was measured on."""
     ranks = JoinedRanks(subject.state)
     assumed = AssumedCuda.detect() if method == "trace" and _is_cuda(subject) else None
-    beside, left = 0, None
+    beside, left = 0, math.inf
     if assumed is not None:
         beside = assumed.fixed_bytes
     elif room is not None:  # all ranks use the first rank's memory outside tensors
@@ -243,7 +244,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         room = ranks.least(room)
         left = max(room - beside, 1)
         # Its samples are in memory as well, and a budget may be smaller than that of any batch.
-        subject.most_bytes = min(subject.most_bytes, left // 4)
+        subject.most_bytes = min(subject.most_bytes, int(left) // 4)
         if method != "trace":
             find = partial(_traced_if_possible, subject, left)
             return run_steps(subject, room, ranks.of_first(find) if method == "auto" else None)
@@ -257,7 +258,7 @@ def _is_cuda(subject: Subject) -> bool:
     return subject.target.type == "cuda"
 
 
-def _traced(subject: Subject, room: int | None) -> MeasuredCost:
+def _traced(subject: Subject, room: float) -> MeasuredCost:
     """The cost of traced bytes alone."""
     if subject.state.is_compiled:
         subject.notes.append(
@@ -281,7 +282,7 @@ def _traced(subject: Subject, room: int | None) -> MeasuredCost:
     )
 
 
-def _traced_if_possible(subject: Subject, room: int) -> MeasuredCost | None:
+def _traced_if_possible(subject: Subject, room: float) -> MeasuredCost | None:
     """The cost of traced bytes; `None` if the step cannot be traced but only run."""
     try:
         return _traced(subject, room)
