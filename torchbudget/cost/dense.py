@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import is_int
+from torchbudget.checks import at_least_one, is_int
 from torchbudget.cost.batch_recipe import Recipe
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.padded import PaddedCost, whole_bytes
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.tracing import Tracer, ValueDependentError
-from torchbudget.errors import BudgetError, CostError, OptionError, OversizeError
+from torchbudget.errors import BudgetError, CostError, OversizeError
 from torchbudget.restoring import TrainingState
 from torchbudget.units import Amount, format_bytes
 
@@ -205,10 +205,8 @@ class DenseCost(PaddedCost):
         >>> [cost.batch_for(preferred, 1700) for preferred in (1, 5, 6, 1000)]
         [4, 4, 8, 16]
         """
-        if not is_int(preferred) or preferred < 1:
-            raise OptionError(f"expected a preferred batch of at least 1 sample, got {preferred!r}")
         variants = self.variants_per_read
-        reads = (2 * int(preferred) + variants) // (2 * variants)
+        reads = (2 * at_least_one("preferred", preferred) + variants) // (2 * variants)
         batch = max(1, reads) * variants
         budget = MemoryBudget.of(budget)
         return batch if budget.device is None else min(batch, self.largest_batch(budget))
@@ -356,12 +354,10 @@ def _traced(
                 raise CostError(f"meta tensors have no values to branch on; {_BY_HAND}")
             fixed = _nbytes([*state.tensors()])
             return replica, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
-    except (UntraceableError, ValueDependentError) as error:
-        said = f"the module does not run on the meta device; {_BY_HAND}: {error}"
-        raise CostError(said) from error
-    except CostError:
-        raise
     except Exception as error:
+        untraced = isinstance(error, (UntraceableError, ValueDependentError))
+        if isinstance(error, CostError) and not untraced:
+            raise
         raise CostError(
             f"the module does not run on the meta device; {_BY_HAND}: "
             f"{type(error).__name__}: {error}"

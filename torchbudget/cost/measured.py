@@ -115,8 +115,6 @@ class MeasuredCost:
     def __post_init__(self) -> None:
         if not 0 <= self.margin <= MOST_MARGIN:
             raise CostError(f"margin must be 0 to {MOST_MARGIN}, got {self.margin!r}")
-        if not self.pieces and self.grid is None:
-            raise CostError("a measured cost needs pieces or a grid")
 
     @property
     def axes(self) -> int:
@@ -237,17 +235,13 @@ class MeasuredCost:
             CostError: the bytes are not a constant plus a sum over the samples, linear in the size
                 and its square.
         """
-        if self.grid is not None:
-            raise CostError(
-                "a packed cost must be a constant plus a share of each sample, but this step was "
-                "interpolated between shapes: state a PackedCost"
-            )
         surface = self._surface
         points = np.stack([a.ravel() for a in np.meshgrid(*surface.levels, indexing="ij")], axis=1)
-        if (surface.starts > 2).any() or surface.rows[:, 2].any():
+        if self.grid is not None or (surface.starts > 2).any() or surface.rows[:, 2].any():
             raise CostError(
-                "a packed cost must be a constant plus a share of each sample, but this step has "
-                "terms in n², or other terms for many samples: state a PackedCost"
+                "a packed cost must be a constant plus a share of each sample, but this step was "
+                "interpolated, or has terms in n², or other terms for many samples: state a "
+                "PackedCost"
             )
         options = packed_options(surface.rows, points)
         return _PackedMeasuredCost(**options, largest=self.largest)

@@ -53,23 +53,23 @@ class StepChecks:
                 f"the step's parameters are on {device}: only the memory of CPUs and CUDA devices "
                 "can be measured; state the cost, as PaddedCost, or measure it on one of those"
             )
-        named = list(self._named())
-        known = {id(one) for _, one in named}
-        alone = [p for p in self._state.parameters() if id(p) not in known]
-        for where, one in [*named, *(("a tensor of the step", p) for p in alone)]:
+        for one in [*self._state.parameters(), *(buffer for _, buffer in self._named())]:
             if is_lazy(one):
-                raise CostError(f"{where} is uninitialized: call the module on a batch first")
+                raise CostError(
+                    f"{self.name_of(one)} is uninitialized: call the module on a batch first"
+                )
             if one.is_meta and contents:
                 raise CostError(
-                    f"{where} is on the meta device, without values to run the step with; pass "
-                    "method='trace', or load the values first"
+                    f"{self.name_of(one)} is on the meta device, without values to run the step "
+                    "with; pass method='trace', or load the values first"
                 )
             # A small buffer on the CPU uses no memory of another device.
             counts = isinstance(one, nn.Parameter) or one.device.type not in ("cpu", "meta")
             if counts and one.device != device:
                 raise CostError(
-                    f"{where} is on {one.device}, but the first parameter is on {device}: only the "
-                    "bytes of one device are measured; move all parameters to it"
+                    f"{self.name_of(one)} is on {one.device}, but the first parameter is on "
+                    f"{device}: only the bytes of one device are measured; move all parameters "
+                    "to it"
                 )
 
     def name_of(self, tensor: torch.Tensor) -> str:

@@ -196,11 +196,8 @@ class Surface:
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
-        column, beyond = self.place(padded_size)
         budgets = np.asarray(budget_bytes, np.int64)
-        if budgets.ndim == 0:
-            return np.where(beyond, 0, self._fitting(int(budgets))[column])
-        column, beyond, budgets = np.broadcast_arrays(column, beyond, budgets)
+        column, beyond, budgets = np.broadcast_arrays(*self.place(padded_size), budgets)
         found = np.zeros(column.shape, np.int64)
         for budget in np.unique(budgets).tolist():
             mine = budgets == budget
@@ -215,9 +212,9 @@ class Surface:
             self._asked[budget_bytes] = self.capacities(budget_bytes)
         return self._asked[budget_bytes]
 
-    def capacities(self, budget_bytes: int | IntArray) -> IntArray:
-        """The most samples that fit, for each size of the table; one budget, or one for each."""
-        room = np.asarray(budget_bytes, np.int64) - self.rows[:, 0]
+    def capacities(self, budget_bytes: int) -> IntArray:
+        """The most samples that fit a budget, for each size of the table."""
+        room = budget_bytes - self.rows[:, 0]
         each, square = self.rows[:, 1], self.rows[:, 2]
         n = np.where(room < 0, 0, np.maximum(room, 0) // np.maximum(each, 1))
         n = np.where((each == 0) & (room >= 0), MAX_BYTES, n)
@@ -227,7 +224,7 @@ class Surface:
         n = np.maximum(n, self.starts[:, None] - 1)
         n = np.where(n >= self.ends[:, None], MAX_BYTES, n)
         most = np.minimum(n.min(axis=0), self.most)
-        return np.where(np.asarray(budget_bytes) < self.empty, 0, most)
+        return most if budget_bytes >= self.empty else np.zeros_like(most)
 
 
 def _same_intervals(active: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
