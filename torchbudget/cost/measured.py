@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.padded import PackedCost, packed_options
 from torchbudget.cost.pieces import EXACT, NOT_HELD, Grid, Piece, Probe
-from torchbudget.cost.protocol import ArrayLike, IntArray
+from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.files import write_whole
@@ -218,12 +218,10 @@ class MeasuredCost:
         return "interpolated" if inside and self.grid is not None else "raised"
 
     def _shapes(self, n: ArrayLike, padded_size: ArrayLike) -> tuple[IntArray, tuple[int, ...]]:
-        number, size = np.asarray(n, np.int64), np.asarray(padded_size, np.int64)
-        size = size[..., None] if self.axes == 1 else size
-        shape = np.broadcast_shapes(number.shape, size.shape[:-1])
-        columns = [np.broadcast_to(number, shape).ravel()]
-        columns += [np.broadcast_to(size[..., k], shape).ravel() for k in range(self.axes)]
-        return np.stack(columns, axis=1), shape
+        number, size = np.asarray(n, np.int64)[..., None], axes_last(padded_size, self.axes)
+        shape = np.broadcast_shapes(number.shape[:-1], size.shape[:-1])
+        both = [np.broadcast_to(one, (*shape, one.shape[-1])) for one in (number, size)]
+        return np.concatenate(both, axis=-1, dtype=np.int64).reshape(-1, 1 + self.axes), shape
 
     def packed(self) -> PackedCost:
         """Return this cost as a `PackedCost`, if `make_batch` made packed batches.

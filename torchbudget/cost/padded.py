@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.checks import is_int
-from torchbudget.cost.protocol import AdditiveCost, ArrayLike, IntArray
+from torchbudget.cost.protocol import AdditiveCost, ArrayLike, IntArray, axes_last
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
 
@@ -113,16 +113,11 @@ class _Quadratic:
             CostError: the last axis is not d long.
             CostOverflowError: a sample costs 2⁵³ bytes or more.
         """
-        lengths = np.asarray(sizes)
+        lengths = axes_last(sizes, self.axes)
         units: Any = self.unit_bytes
         pairs: Any = self.pair_bytes
         if self.axes == 1:
-            lengths, units, pairs = lengths[..., None], (units,), ((pairs,),)
-        elif lengths.ndim == 0 or lengths.shape[-1] != self.axes:
-            raise CostError(
-                f"this cost has {self.axes} axes: expected sizes of shape (…, {self.axes}), "
-                f"got {lengths.shape}"
-            )
+            units, pairs = (units,), ((pairs,),)
         length = [lengths[..., axis].astype(np.float64) for axis in range(self.axes)]
         total: Any = self.sample_bytes
         # Horner's scheme on each axis, which is monotone like the sum it stands for.
@@ -354,8 +349,7 @@ class TableCost:
 
     def _covers(self, padded_size: ArrayLike) -> npt.NDArray[np.bool_]:
         """Which measured batches are at least as large on every axis, shape `(…, batches)`."""
-        size = np.asarray(padded_size)
-        size = size[..., None] if self.axes == 1 else size
+        size = axes_last(padded_size, self.axes)
         covers: npt.NDArray[np.bool_] = np.all(size[..., None, :] <= np.array(self.sizes), axis=-1)
         return covers
 

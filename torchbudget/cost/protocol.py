@@ -8,10 +8,28 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.errors import CostError
+
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 ArrayLike: TypeAlias = npt.ArrayLike
 Sizes: TypeAlias = npt.NDArray[np.integer[Any]]
+
+
+def axes_last(sizes: ArrayLike, axes: int) -> Sizes:
+    """The sizes as an array `(…, d)`, from `(…)` for one axis.
+
+    Raises:
+        CostError: the sizes have another number of axes.
+    """
+    array = np.asarray(sizes)
+    if axes == 1:
+        return array[..., None]
+    if array.ndim == 0 or array.shape[-1] != axes:
+        raise CostError(
+            f"this cost has {axes} axes: expected sizes of shape (…, {axes}), got {array.shape}"
+        )
+    return array
 
 
 @runtime_checkable

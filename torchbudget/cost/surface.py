@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.pieces import NOT_HELD, Grid, Piece
-from torchbudget.cost.protocol import ArrayLike, FloatArray, IntArray
+from torchbudget.cost.protocol import ArrayLike, FloatArray, IntArray, axes_last
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
 
@@ -158,13 +158,7 @@ class Surface:
         Raises:
             CostError: the sizes have another number of axes.
         """
-        size, axes = np.asarray(padded_size), len(self.levels)
-        if axes == 1:
-            size = size[..., None]
-        elif size.ndim == 0 or size.shape[-1] != axes:
-            raise CostError(
-                f"this cost has {axes} axes: expected sizes of shape (…, {axes}), got {size.shape}"
-            )
+        size = axes_last(padded_size, len(self.levels))
         column: Any = 0
         beyond: Any = False
         for axis, known in enumerate(self.levels):
