@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from typing import Final
@@ -495,29 +496,6 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
     memory = runner.memory
     if memory is None:
         return 0
-    reserve = _reserve(cost, runner, memory, subject, room)
-    if reserve is None:
-        reserve = room // 2
-        subject.warn(
-            "batches of different shapes in turn do not fit the budget, although each does alone: "
-            "half of it is left free for gaps between blocks; call configure_allocators(), for "
-            "expandable segments, before CUDA is first used"
-        )
-    figures = memory.source.figures()
-    outside = format_bytes(memory.outside_bytes(figures))
-    allocator = memory.source.allocator()
-    subject.notes += [
-        f"{format_bytes(reserve)} are added for alternating shapes: {allocator}",
-        f"outside torch's allocator this process uses {outside}: {memory.told_apart_by(figures)}",
-    ]
-    warn_of_kept(subject, memory)
-    return reserve
-
-
-def _reserve(
-    cost: MeasuredCost, runner: StepRunner, memory: DeviceMemory, subject: Subject, room: int
-) -> int | None:
-    """Bytes of alternating shapes beyond the largest's cost; `None` if small ones do not fit."""
     drawn = np.random.default_rng(0).permutation(subject.domain.draw(_TURNS, 1)[:, 1:])
     sizes = [(*size,) for size in drawn.tolist()]
     asked = drawn if cost.axes > 1 else drawn[:, 0]
@@ -528,16 +506,30 @@ def _reserve(
         for share in _SHARES:
             n = np.minimum(cost.capacity(asked, int(share * room)), most)
             shapes = [(one, size) for one, size in zip(n.tolist(), sizes, strict=True) if one]
-            try:
+            with suppress(ProbeOutOfMemoryError):
                 together = runner.peak_of(shapes)
-            except ProbeOutOfMemoryError:
-                continue
-            if not together.retries:  # gaps that were closed by flushing, at the limit
-                predicted = int(cost.batch_bytes(n, asked).max())
-                return max(room - room * predicted // max(together.bytes, 1), 0)
-        return None
+                if not together.retries:  # gaps that were closed by flushing, at the limit
+                    predicted = int(cost.batch_bytes(n, asked).max())
+                    reserve = max(room - room * predicted // max(together.bytes, 1), 0)
+                    break
+        else:
+            reserve = room // 2
+            subject.warn(
+                "batches of different shapes in turn do not fit the budget, although each does "
+                "alone: half of it is left free for gaps between blocks; call "
+                "configure_allocators(), for expandable segments, before CUDA is first used"
+            )
     finally:
         memory.source.set_fraction(fraction)
+    figures = memory.source.figures()
+    outside = format_bytes(memory.outside_bytes(figures))
+    allocator = memory.source.allocator()
+    subject.notes += [
+        f"{format_bytes(reserve)} are added for alternating shapes: {allocator}",
+        f"outside torch's allocator this process uses {outside}: {memory.told_apart_by(figures)}",
+    ]
+    warn_of_kept(subject, memory)
+    return reserve
 
 
 def warn_of_kept(subject: Subject, memory: DeviceMemory | None) -> None:

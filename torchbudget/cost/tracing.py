@@ -39,7 +39,7 @@ from torchbudget.cost.as_on_cuda import (
     TEMPORARIES,
     as_on_cuda,
     check_not_recurrent,
-    like_alphas,
+    like,
 )
 from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
 from torchbudget.cost.expressions import Expressions, UntraceableError
@@ -673,8 +673,8 @@ def _in_int64(arguments: tuple[Any, ...]) -> torch.Tensor:
 _ON_CPU: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
     torch.ops.aten._native_multi_head_attention.default: partial(_attention_inside, 4),
     torch.ops.aten._transformer_encoder_layer_fwd.default: partial(_attention_inside, 2),
-    torch.ops.aten._ctc_loss_backward.Tensor: like_alphas,
-    torch.ops.aten.native_batch_norm_backward.default: lambda given: torch.empty_like(given[1]),
+    torch.ops.aten._ctc_loss_backward.Tensor: partial(like, 6),
+    torch.ops.aten.native_batch_norm_backward.default: partial(like, 1),
     torch.ops.aten.sum.default: _in_int64,
     torch.ops.aten.sum.dim_IntList: _in_int64,
     torch.ops.aten.cumsum.default: _in_int64,
