@@ -48,35 +48,41 @@ def sums(draw: st.DrawFn, nodes: Nodes, axes: int) -> int:
 
 
 @st.composite
-def costs(draw: st.DrawFn, axes: int = 1) -> MeasuredCost:
-    """One or two pieces, of which the first may hold up to a size only, and maybe a grid."""
-    pieces = []
-    for first in [True, False][: draw(st.integers(1, 2))]:
+def costs(draw: st.DrawFn, axes: int = 1, largest: int = LARGEST) -> MeasuredCost:
+    """Up to two pieces, of which the first may hold up to a size only, and maybe a grid."""
+    pieces, has_grid = [], draw(st.booleans())
+    for first in [True, False][: draw(st.integers(1 - has_grid, 2))]:
         nodes = Nodes()
         totals = [draw(sums(nodes, axes)) for _ in range(draw(st.integers(1, 2)))]
         conditions: tuple[int, ...] = ()
         if first and draw(st.booleans()):
             symbol = nodes.make("symbol", draw(st.integers(0, axes)))
-            up_to = nodes.number(draw(st.integers(1, LARGEST)))
+            up_to = nodes.number(draw(st.integers(1, largest)))
             conditions = (nodes.make("LessThan", symbol, up_to),)
         granularity = draw(st.sampled_from([1, 64]))
         made = piece(nodes, *totals, axes=axes, conditions=conditions, granularity=granularity)
         pieces.append(made)
     grid = None
-    if draw(st.booleans()):
-        sizes, numbers = ((1, 40, LARGEST),) * axes, (1, 4, 64)
-        area = np.outer([math.prod(one) for one in product(*sizes)], numbers)
-        stairs = draw(st.integers(0, 10**5)) * np.ceil(area / draw(st.integers(1, 100)))
-        values = tuple(map(tuple, (draw(st.integers(0, 10**6)) + stairs).tolist()))
+    if has_grid:
+        sizes, numbers = ((1, 40, 90, largest),) * axes, (1, 4, 64)
+        areas = np.array([math.prod(one) for one in product(*sizes)])[:, None]
+        if draw(st.booleans()):
+            stairs = np.ceil(areas * numbers / draw(st.integers(1, 100)))
+            values = draw(st.integers(0, 10**6)) + draw(st.integers(0, 10**5)) * stairs
+        else:  # curved, over a floor
+            grown = draw(st.floats(0.5, 200)) * np.array(numbers) * areas**1.1
+            floor = draw(st.integers(0, 10**5)) + draw(st.integers(0, 3)) * areas
+            values = np.maximum(np.round(grown), floor)
         raised = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 1e5]))
         reached = draw(st.sampled_from([MAX_BYTES, 10**6]))
         ends = tuple(draw(st.sampled_from([16, 64])) for _ in values)
+        columns = tuple(map(tuple, values.tolist()))
         grid = Grid(
-            sizes, (numbers,) * len(values), values, 64, draw(st.booleans()), reached, *raised,
+            sizes, (numbers,) * len(columns), columns, 64, draw(st.booleans()), reached, *raised,
             ends=ends,
         )  # fmt: skip
     return MeasuredCost(
-        pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(LARGEST,) * axes,
+        pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(largest,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),
         offset=draw(st.sampled_from([0.0, 1e5])), scale=draw(st.sampled_from([1.0, 1.37])),
         empty=draw(st.integers(0, 10**5)),
@@ -103,9 +109,14 @@ def test_bytes_beside_tensors_do_not_change_what_is_known(cost: MeasuredCost) ->
 @pytest.mark.parametrize("axes", [1, 2])
 @given(st.data())
 def test_more_or_longer_samples_never_cost_less(axes: int, data: st.DataObject) -> None:
-    """On every axis, beyond what was measured too; and never less than what was traced."""
-    cost = data.draw(costs(axes))
-    n, sizes = np.arange(0, 200, 9), np.arange(0, LARGEST + 30, 11)
+    """On every axis, beyond what was measured too.
+
+    And never less than what was traced, where no size of the data is between those of the table.
+    """
+    largest = data.draw(st.sampled_from([250, LARGEST]))
+    cost = data.draw(costs(axes, largest))
+    steps = (3, 1) if axes == 1 else (9, 11)
+    n, sizes = np.arange(0, 200, steps[0]), np.arange(0, largest + 30, steps[1])
     grids = np.stack(np.meshgrid(n, *[sizes] * axes, indexing="ij"), axis=-1)
     size = grids[..., 1:] if axes > 1 else grids[..., 1]
     found = cost.batch_bytes(grids[..., 0], size)
@@ -113,7 +124,7 @@ def test_more_or_longer_samples_never_cost_less(axes: int, data: st.DataObject) 
         assert (np.diff(found, axis=axis) >= 0).all()
     inside = (grids[..., 0] >= 1) & (grids[..., 1:] >= 1).all(-1)
     inside &= (grids[..., 1:] % cost.multiple == 1 % cost.multiple).all(-1)
-    inside &= found < MAX_BYTES
+    inside &= (found < MAX_BYTES) & (largest**axes <= 2**16)
     held = np.zeros(inside.sum(), bool)
     shapes = grids[inside]
     for one in cost.pieces:

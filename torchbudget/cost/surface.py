@@ -21,7 +21,8 @@ from torchbudget.units import MAX_BYTES
 
 # Sizes that a table has in all: of more, the table has some, evenly in their logarithms, and others
 # are rounded up. Of two axes these are 256 each, of which two that follow differ by up to 1.7 %; of
-# more axes 64 or fewer each. With 40 each, three axes were 7.6 % too high.
+# more axes 64 or fewer each. With 40 each, three axes were 7.6 % too high. Bytes that fall with a
+# size, as in chunks, may be higher between two of them than at both.
 _MOST_SIZES: Final = 2**16
 _OF_MANY_AXES: Final = 2**18
 # Pieces are tested at powers of two: a piece that holds at the last one holds for every n.
@@ -95,7 +96,7 @@ class Surface:
         later = np.logical_or.accumulate(held[::-1])[::-1]
         holes = (owner == len(pieces)) & later if grid is None else np.zeros(owner.shape, bool)
         shape = tuple(map(len, levels))
-        found: list[tuple[int, int, FloatArray]] = []
+        found: list[tuple[int, int, int, FloatArray]] = []  # of the last two, what n counts from
         for at, piece in enumerate(pieces):
             active = ((owner == at) | holes).any(axis=0)
             coefficients = piece.in_n(points) if active.any() else ()
@@ -103,12 +104,12 @@ class Surface:
                 for total in coefficients:
                     rising = _monotone_in_n(total, int(starts[first]))
                     row = _running_maximum(rising, active[first], shape)
-                    found.append((int(starts[first]), int(ends[last]), row))
+                    found.append((int(starts[first]), int(ends[last]), 0, row))
         missing = ((owner == len(pieces)) & ~holes).any(axis=0)
         for k in np.flatnonzero(missing.any(axis=1) & (starts <= reached)).tolist():
             if grid is not None:
                 span = int(starts[k]), min(int(ends[k]) + 1, reached)
-                found.append((*span, _line(grid, points, missing[k], span, shape)))
+                found.append((*span, span[0], _line(grid, points, missing[k], span, shape)))
         traced = np.zeros(len(points), np.int64) if grid is None else grid.known_at(points)
         unknown = missing & (starts[:, None] >= traced)
         before = starts[np.maximum(unknown.argmax(axis=0) - 1, 0)]
@@ -117,15 +118,20 @@ class Surface:
             most = np.minimum.accumulate(most, axis=axis)
         if not found:
             raise CostError("no shape of the step was measured")
-        rows = np.array([row for _, _, row in found])
+        rows, bases = (
+            np.array([row for *_, row in found]),
+            np.array([base for *_, base, _ in found]),
+        )
         rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
-        rows = np.ceil(np.clip(rows, _NOTHING, _LARGE)).astype(np.int64)
+        rows = np.ceil(rows)  # before a line is continued to n = 0: its slope has all bytes of it
+        rows[:, 0] -= rows[:, 1] * bases[:, None]
+        rows = np.clip(rows, _NOTHING, _LARGE).astype(np.int64)
         surface = cls(
             tuple(levels),
-            np.array([start for start, _, _ in found], np.int64),
-            np.array([end for _, end, _ in found], np.int64),
+            np.array([start for start, *_ in found], np.int64),
+            np.array([end for _, end, *_ in found], np.int64),
             rows,
             most.ravel(),
             floor,
@@ -270,7 +276,10 @@ def _line(
     span: tuple[int, int],
     shape: tuple[int, ...],
 ) -> FloatArray:
-    """The row of a grid from one number of samples to another, nowhere below it in the middle."""
+    """The row of a grid from one number of samples on, which n counts from, to another.
+
+    It is nowhere below the grid in the middle.
+    """
     found = []
     for n in (span[0], sum(span) // 2, span[1]):
         values = grid.bytes_at(np.column_stack([np.full(len(points), n), points]))
@@ -279,8 +288,8 @@ def _line(
     low, middle, high = found
     slope = np.where(low > _NOTHING, np.maximum(high - low, 0) / max(span[1] - span[0], 1), 0)
     above = np.maximum(middle - low - slope * (sum(span) // 2 - span[0]), 0)
-    first = np.where(low > _NOTHING, low + above - slope * span[0], _NOTHING)
-    return np.stack([first, slope, 0 * slope])
+    rows = np.stack([np.where(low > _NOTHING, low + above, _NOTHING), slope, 0 * slope])
+    return _running_maximum(rows, np.ones(len(points), bool), shape)
 
 
 def _largest_root(square: IntArray, each: IntArray, room: IntArray) -> IntArray:
