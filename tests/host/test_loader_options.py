@@ -166,7 +166,7 @@ def test_a_loader_with_options_of_ones_own_can_be_asked_about() -> None:
         for drops in (False, True)
     )
     needs = host_bytes(DataLoader(of_one, batch_size=None, num_workers=2))
-    assert needs.shared_bytes == 6 * 32768  # six batches in whole pages
+    assert needs.shared_bytes == int(1.06 * 6 * 32768)  # six batches in whole pages, and a margin
     assert "total" in str(needs)
     with pytest.raises(OptionError, match="yields no batch"):
         host_bytes(DataLoader(of_none, batch_size=None))
