@@ -410,10 +410,13 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_batch_of_more_elements_than_planned_raises() -> None:
-    """The first one in its process: samples came longer than their sizes."""
+    """At any time, since samples came longer than their sizes; not one that exceeds alone."""
     made = loader(dicts(), TOKENS, 120)
+    made.collate_fn([{"ids": ids(9)}])
     with pytest.raises(CollateError, match="4,000 elements, but at most"):
         made.collate_fn([{"ids": ids(1000)}] * 4)
+    alone = loader([{"ids": ids(n)} for n in (3, 50, 9)], TOKENS, 18, oversize="alone")
+    assert sorted(batch["ids"].shape[1] for batch in alone) == [9, 50]
 
 
 @pytest.mark.distributed

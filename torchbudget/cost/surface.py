@@ -96,7 +96,8 @@ class Surface:
         later = np.logical_or.accumulate(held[::-1])[::-1]
         holes = (owner == len(pieces)) & later if grid is None else np.zeros(owner.shape, bool)
         shape = tuple(map(len, levels))
-        found: list[tuple[int, int, int, FloatArray]] = []  # of the last two, what n counts from
+        # The first and the last n of a row; the n that its coefficients count from; the row.
+        found: list[tuple[int, int, int, FloatArray]] = []
         for at, piece in enumerate(pieces):
             active = ((owner == at) | holes).any(axis=0)
             coefficients = piece.in_n(points) if active.any() else ()
@@ -118,14 +119,13 @@ class Surface:
             most = np.minimum.accumulate(most, axis=axis)
         if not found:
             raise CostError("no shape of the step was measured")
-        rows, bases = (
-            np.array([row for *_, row in found]),
-            np.array([base for *_, base, _ in found]),
-        )
+        rows = np.array([row for *_, row in found])
+        bases = np.array([base for *_, base, _ in found])
         rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
-        rows = np.ceil(rows)  # before a line is continued to n = 0: its slope has all bytes of it
+        # Rounded up before a line is moved to n = 0: else its parts would round apart.
+        rows = np.ceil(rows)
         rows[:, 0] -= rows[:, 1] * bases[:, None]
         rows = np.clip(rows, _NOTHING, _LARGE).astype(np.int64)
         surface = cls(
@@ -276,10 +276,7 @@ def _line(
     span: tuple[int, int],
     shape: tuple[int, ...],
 ) -> FloatArray:
-    """The row of a grid from one number of samples on, which n counts from, to another.
-
-    It is nowhere below the grid in the middle.
-    """
+    """The row of a grid over a span of n, counted from its start; nowhere below in the middle."""
     found = []
     for n in (span[0], sum(span) // 2, span[1]):
         values = grid.bytes_at(np.column_stack([np.full(len(points), n), points]))

@@ -35,7 +35,7 @@ class AxesKey:
 
     path: FieldPath
     axes: tuple[int, ...]
-    fixed: tuple[tuple[int, int], ...] = ()
+    fixed: tuple[tuple[int, int], ...]
 
     def __call__(self, sample: Any) -> int | tuple[int, ...]:
         """Return the size of a sample."""
