@@ -62,7 +62,7 @@ class _Field(NamedTuple):
         path: of the field.
         axes: its number of axes.
         ragged: the axis along which samples have each different lengths, of shape `(n,)`.
-        fixed: the other axes, but for those that are as long as a ragged one, with their lengths.
+        fixed: each axis along which all are equally long, with that length.
         is_text: it is no tensor in a batch.
     """
 
