@@ -184,10 +184,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 def test_the_report() -> None:
     """Labels and errors of probes, the parts of a peak, and how many samples fit."""
-    probes = (Probe(8, (100,), 790_000, True, "trace"), Probe(1, (9,), 9000, False, "run", 0.5))
+    probes = (
+        Probe(8, (100,), 790_000, True, "trace"), Probe(1, (9,), 9000, False, "run", 0.5),
+        Probe(1, (9999,), 9000, False, "run", 0.5),
+    )  # fmt: skip
     cost = measured(probes=probes, parts={"parameters": 2**20}, room=10**8, offset=2.0**20)
     for said in (
-        "tested", "held out", "largest error, tested", "1 symbolic trace, 1 runs",
+        "tested", "held out", "largest error, tested", "1 symbolic trace, 2 runs", "unknown",
         "1 MiB of parameters, 1 MiB outside tensors", "longest sample (8191): 12 at once",
     ):  # fmt: skip
         assert said in cost.report()

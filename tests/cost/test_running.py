@@ -167,6 +167,7 @@ def test_memory_that_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("only run, not traced" in note for note in cost.notes)
     assert any("memory depends on values" in note for note in cost.notes)
     assert cost.margin >= 0.03
+    assert max(map(abs, cost.errors())) < 0.03
     assert cost.label(3, 256) == "interpolated"
 
 

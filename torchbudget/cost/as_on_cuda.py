@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
@@ -32,7 +29,9 @@ WORKSPACE_BYTES: Final = 2 * (8 * 2**22 + 2**20)
 # Of expandable segments: pools of small blocks, one page of 20 MiB, and gaps between blocks. On an
 # H200, 28 steps of 14 models reserved 1.01 to 1.26 times what they allocated.
 _SEGMENT_BYTES: Final = (18 + 20) * 2**20
-_EXPANDABLE_SCALE: Final = 1.26
+EXPANDABLE_SCALE: Final = 1.26
+# All that is on the device beside the step's tensors.
+BESIDE_BYTES: Final = CONTEXT_BYTES + WORKSPACE_BYTES + _SEGMENT_BYTES
 # Functions that autocast runs in float32 on CUDA, but not on the CPU.
 _IN_FLOAT32: Final = (
     *("layer_norm", "group_norm", "softmax", "log_softmax", "nll_loss"),
@@ -66,54 +65,24 @@ TEMPORARIES: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class AssumedCuda:
-    """Assumptions about a CUDA device that no step runs on.
+ASSUMED: Final = (
+    "predicted for CUDA, and checked on one card: storages in blocks of "
+    f"{CUDA_BLOCK_BYTES} bytes, {format_bytes(CONTEXT_BYTES)} for the context, "
+    f"{format_bytes(WORKSPACE_BYTES)} for workspaces of cuBLAS, {format_bytes(_SEGMENT_BYTES)} and "
+    f"{EXPANDABLE_SCALE - 1:.0%} for gaps in expandable segments; workspaces of convolutions are "
+    "not counted"
+)
 
-    Attributes:
-        expandable: whether the allocator's segments are expandable.
-        workspace_bytes: of libraries.
-        scale: reserved bytes for each traced one.
-    """
 
-    expandable: bool
-    workspace_bytes: int = WORKSPACE_BYTES
-    scale: float = _EXPANDABLE_SCALE
-
-    @classmethod
-    def detect(cls) -> AssumedCuda:
-        """Read the settings of the environment, not the device, which would start CUDA."""
-        stated = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-        each = sum(int(size) * int(number) * 1024 for size, number in stated)
-        workspace_bytes = 2 * (each + 2**20) if each else WORKSPACE_BYTES
-        return cls(has_expandable_segments(), workspace_bytes)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes on the device beside the step's tensors."""
-        return CONTEXT_BYTES + self.workspace_bytes + _SEGMENT_BYTES
-
-    @property
-    def caution(self) -> str:
-        """The warning of segments of fixed sizes; empty for expandable ones."""
-        if self.expandable:
-            return ""
-        return (
-            "the cost was traced for torch's default segments of fixed sizes, which may reserve up "
-            "to twice the bytes in use: call configure_allocators() for expandable segments, or "
-            "limit_device_memory() for a hard limit"
-        )
-
-    def notes(self) -> list[str]:
-        """The assumptions, for the report."""
-        context, workspaces = format_bytes(CONTEXT_BYTES), format_bytes(self.workspace_bytes)
-        assumed = (
-            "predicted for CUDA, and checked on one card: storages in blocks of "
-            f"{CUDA_BLOCK_BYTES} bytes, {context} for the context, {workspaces} for workspaces of "
-            f"cuBLAS, {format_bytes(_SEGMENT_BYTES)} and {self.scale - 1:.0%} for gaps "
-            "in expandable segments; workspaces of convolutions are not counted"
-        )
-        return [assumed, *([self.caution] if self.caution else [])]
+def caution_of_segments() -> str:
+    """The warning of segments of fixed sizes; empty for expandable ones."""
+    if has_expandable_segments():
+        return ""
+    return (
+        "the cost was traced for torch's default segments of fixed sizes, which may reserve up to "
+        "twice the bytes in use: call configure_allocators() for expandable segments, or "
+        "limit_device_memory() for a hard limit"
+    )
 
 
 def check_not_recurrent(state: TrainingState) -> None:

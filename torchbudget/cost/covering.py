@@ -28,6 +28,7 @@ _DRAWN: Final = 400
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
 _MOST_PIECES: Final = 8
+_MOST_SECONDS: Final = 60.0  # of computing for pieces
 # Most samples in traces that are compared; with a budget, more if they fit.
 _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
@@ -36,17 +37,16 @@ _MOST_COMPARED: Final = 2**13
 _VERIFIED: Final = 2
 # A grid is refined while the error in the middle of a cell exceeds this, until time is up.
 _OFF: Final = 0.01
-_MOST_SECONDS: Final = 60.0
 # Least ratio of consecutive numbers of samples in a column, which limits the time.
 _NEAR: Final = 1.5
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
-# samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
-# long as numbers; a loss of 230 chunks takes 6 s.
-_LOOPING: Final = 16
-_LEAST_SECONDS: Final = 0.5
+# samples took, or this share of those of a grid: does it loop? Symbols took up to 9 times as long
+# as numbers; a loss of 230 chunks takes 6 s.
+_LOOPING: Final = 10
+_ONE_TRACE: Final = 1 / 8
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
-# too low elsewhere; with 24, that of an LSTM was raised by 0.4 %, and was 1.0 % too low.
-_HELD_OUT: Final = 64
+# too low elsewhere; that of an LSTM was 1.0 % too low with 24, 0.3 % with 64, 0.1 % with 128.
+_HELD_OUT: Final = 128
 _LEAST_HELD_OUT: Final = 12  # if time is up
 # Numbers of samples that are searched for other peaks: another sum may be the largest there.
 _MANY: Final = 2**20
@@ -60,17 +60,19 @@ class Covering:
         subject: the step and its batches.
         tracer: of the step.
         room: bytes beyond which no shape matters; infinite: all matter.
+        seconds: of computing that a grid may take.
         most_n: samples up to which traces are compared.
         pieces: for shapes that they hold.
         grid: for the others; `None`: there are none.
         probes: the concrete traces.
         empty: bytes that live between steps.
-        reason: why no piece holds everywhere.
+        reason: why there is no symbolic trace of some shapes, if one failed.
     """
 
     subject: Subject
     tracer: Tracer
     room: float
+    seconds: float
     most_n: int = _COMPARED
     pieces: list[Piece] = field(default_factory=list)
     grid: Grid | None = None
@@ -141,8 +143,6 @@ class Covering:
             left[(shapes == middle).all(axis=1)] = False
             gained = before - int(left.sum())
             poor += gained < _POOR * len(shapes)
-            if left.any():
-                self.reason = trace.why(tuple(shapes[np.flatnonzero(left)[-1]].tolist()))
 
     def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
@@ -227,10 +227,9 @@ class Covering:
 
     def _make_grid(self, recipe: Recipe | None, left: IntArray) -> None:
         """Trace columns, and further ones between two that predict their middle badly."""
-        self._deadline = time.process_time() + _MOST_SECONDS
+        self._deadline = time.process_time() + self.seconds
         domain = self.subject.domain
-        count = {1: 5, 2: 3}.get(domain.axes, 2)
-        sizes = domain.nodes(count)
+        sizes = domain.nodes(3 if domain.axes < 3 else 2)
         self._recipe = recipe
         done: set[tuple[int, int, int]] = set()
         while True:
@@ -254,8 +253,10 @@ class Covering:
             if at is not None:
                 sizes[at[0]] = sorted({*sizes[at[0]], at[1]})
                 continue
-            outlier = self._hold_out(grid, left)
-            if self.grid.raised_share <= _OFF or not self._has_time():
+            if domain.axes == 1:  # every traced size is a node
+                grid = self._grid_of([sorted(size for (size,) in self._columns)])
+            off, outlier = self._hold_out(grid, left)
+            if off <= _OFF or not self._has_time():
                 break
             # It would raise other shapes, too, so it becomes a node.
             self._column(outlier[1:], outlier[0])
@@ -269,7 +270,7 @@ class Covering:
     def _limit(self, size: tuple[int, ...]) -> float:
         """The most seconds of a trace, by those of two samples of a size."""
         two = self._concrete.get((2, *size))
-        return math.inf if two is None else _LOOPING * max(two.seconds, _LEAST_SECONDS)
+        return math.inf if two is None else max(_LOOPING * two.seconds, _ONE_TRACE * self.seconds)
 
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
@@ -341,34 +342,37 @@ class Covering:
             return float(self._at((n, *size), most_seconds))
         return float(trace.peaks([(n, *size)])[0])
 
-    def _hold_out(self, grid: Grid, left: IntArray) -> Shape:
-        """Raise the grid by the largest error on shapes that are no nodes; return that shape.
+    def _hold_out(self, grid: Grid, left: IntArray) -> tuple[float, Shape]:
+        """Raise the grid by the largest error on shapes that are no nodes.
 
         `by_area` becomes what gives the smaller error.
+
+        Returns:
+            The largest error, too high or too low, and its shape.
         """
         known = left[:, 0] <= grid.known_at(left[:, 1:])
         left = left[known & (grid.bytes_at(left) <= self.room)]
         shapes: list[Shape] = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
-            late = time.process_time() > self._deadline + _MOST_SECONDS / 2
+            late = time.process_time() > self._deadline + self.seconds / 2
             if late and len(shapes) >= _LEAST_HELD_OUT:
                 break
             shapes.append(self._limited(tuple(shape)))
             self._at(shapes[-1])
         self._num_held_out = len(shapes)
         if not shapes:
-            return (1, *self.subject.domain.smallest)
+            return 0.0, (1, *self.subject.domain.smallest)
         real = np.array([self._at(shape) for shape in shapes])
         ways = []
         for by_area in (grid.by_area, not grid.by_area):
             one = replace(grid, by_area=by_area)
             found = one.bytes_at(shapes)
-            shares, most = np.maximum(real / found - 1, 0), max((real - found).max(), 0.0)
-            worst = int(shares.argmax())
-            one = replace(one, raised_share=float(shares[worst]), raised_bytes=float(most))
-            ways.append((one, shapes[worst]))
-        self.grid, outlier = min(ways, key=lambda way: way[0].raised_share)
-        return outlier
+            errors, most = real / found - 1, max((real - found).max(), 0.0)
+            one = replace(one, raised_share=max(float(errors.max()), 0.0), raised_bytes=float(most))
+            ways.append((one.raised_share, errors, one))
+        _, errors, self.grid = min(ways, key=lambda way: way[0])
+        worst = int(np.abs(errors).argmax())
+        return float(abs(errors[worst])), shapes[worst]
 
     def _note_what_is_left(self, trace: Trace, shape: IntArray) -> None:
         living = trace.living(shape)[:, 0]

@@ -71,6 +71,9 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+_LEAVES: Final[dict[str, Any]] = {"int": int, "float": (int, float), "symbol": int}
+
+
 @dataclass(slots=True)
 class Expressions:
     """Expressions that share their parts.
@@ -126,25 +129,7 @@ class Expressions:
     def evaluate(self, shapes: npt.ArrayLike, wanted: Sequence[int]) -> list[Any]:
         """The wanted expressions at each shape, `(S, d)`: arrays of shape `(S,)`, or scalars."""
         columns = np.atleast_2d(np.asarray(shapes, np.int64)).T
-        values: dict[int, Any] = {}
-        with np.errstate(all="ignore"):
-            for at in self._needed(wanted):
-                name, *arguments = self.nodes[at]
-                if name in ("int", "float"):
-                    values[at] = arguments[0]
-                elif name == "symbol":
-                    values[at] = columns[arguments[0]]
-                else:
-                    values[at] = _OPERATIONS[name](*(values[one] for one in arguments))
-        return [values[at] for at in wanted]
-
-    def _needed(self, wanted: Sequence[int]) -> list[int]:
-        """The nodes that the wanted nodes depend on, in their order."""
-        needed = set(wanted)
-        for at in range(max(needed, default=-1), -1, -1):
-            if at in needed and self.nodes[at][0] not in ("int", "float", "symbol"):
-                needed.update(self.nodes[at][1:])
-        return sorted(needed)
+        return [most for _, most in self._bounded([*columns], wanted)]
 
     def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> list[FloatArray]:
         """Each wanted expression as a polynomial in n that is nowhere smaller.
@@ -159,8 +144,13 @@ class Expressions:
         Raises:
             UntraceableError: one is not bounded by such a polynomial.
         """
-        at_2, at_3, at_4 = (self._highest(n, sizes, wanted) for n in (2, 3, 4))
-        others = {n: self._highest(float(n), sizes, wanted) for n in (1, 2**6, 2**12, 2**20)}
+
+        def most(n: float) -> list[npt.NDArray[Any]]:
+            found = self._bounded([np.full(len(sizes), n), *sizes.T], wanted, moving=0)
+            return [np.broadcast_to(high, len(sizes)) for _, high in found]
+
+        at_2, at_3, at_4 = map(most, (2, 3, 4))
+        others = {n: most(float(n)) for n in (1, 2**6, 2**12, 2**20)}
         found = []
         for k, (two, three, four) in enumerate(zip(at_2, at_3, at_4, strict=True)):
             square = (four - 2 * three + two) / 2
@@ -174,35 +164,40 @@ class Expressions:
             found.append(rows)
         return found
 
-    def _highest(
-        self, n: float, sizes: npt.NDArray[Any], wanted: Sequence[int]
-    ) -> list[npt.NDArray[Any]]:
-        """Upper bounds of the wanted nodes at `n`: roundings of n are bounded, not evaluated."""
-        columns = [np.full(len(sizes), n), *sizes.T]
-        values: dict[int, tuple[Any, Any]] = {}  # the least and the most
-        moving: set[int] = set()  # with n
+    def _bounded(
+        self, columns: Sequence[npt.NDArray[Any]], wanted: Sequence[int], moving: int | None = None
+    ) -> list[tuple[Any, Any]]:
+        """The least and the most of the wanted nodes.
+
+        Both are the value, but where the coordinate `moving` is rounded: there, bounds of it.
+        """
+        needed = set(wanted)
+        for at in range(max(needed, default=-1), -1, -1):
+            if at in needed and self.nodes[at][0] not in _LEAVES:
+                needed.update(self.nodes[at][1:])
+        values: dict[int, tuple[Any, Any]] = {}
+        moved: set[int] = set()
         with np.errstate(all="ignore"):
-            for at in self._needed(wanted):
+            for at in sorted(needed):
                 name, *arguments = self.nodes[at]
-                if name in ("int", "float", "symbol"):
+                if name in _LEAVES:
                     value = columns[arguments[0]] if name == "symbol" else arguments[0]
-                    moving.update([at] if name == "symbol" and arguments[0] == 0 else [])
+                    moved.update([at] if name == "symbol" and arguments[0] == moving else [])
                     values[at] = value, value
-                elif moving.isdisjoint(arguments):
+                elif moved.isdisjoint(arguments):
                     value = _OPERATIONS[name](*(values[one][0] for one in arguments))
                     values[at] = value, value
                 else:
-                    moving.add(at)
-                    divisor = None if arguments[-1] in moving else values[arguments[-1]][0]
+                    moved.add(at)
+                    divisor = None if arguments[-1] in moved else values[arguments[-1]][0]
                     values[at] = _bounds(name, [values[one] for one in arguments], divisor)
-        return [np.broadcast_to(values[at][1], len(sizes)) for at in wanted]
+        return [values[at] for at in wanted]
 
 
 def _check(node: Node, at: int) -> None:
     name, *arguments = node
-    leaf = {"int": int, "float": (int, float), "symbol": int}.get(name)
-    if leaf is not None:
-        known = len(arguments) == 1 and isinstance(arguments[0], leaf)  # type: ignore[arg-type]
+    if name in _LEAVES:
+        known = len(arguments) == 1 and isinstance(arguments[0], _LEAVES[name])
     else:
         known = name in _OPERATIONS and all(
             isinstance(one, int) and 0 <= one < at for one in arguments

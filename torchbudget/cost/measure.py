@@ -18,7 +18,12 @@ from torch import nn
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.agree import JoinedRanks
-from torchbudget.cost.as_on_cuda import AssumedCuda
+from torchbudget.cost.as_on_cuda import (
+    ASSUMED,
+    BESIDE_BYTES,
+    EXPANDABLE_SCALE,
+    caution_of_segments,
+)
 from torchbudget.cost.covering import Covering
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.running import (
@@ -39,6 +44,9 @@ from torchbudget.units import format_bytes
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
 
+# Seconds of computing for a grid: for its own sake, and where real steps show its errors as well.
+_SECONDS: Final = 60.0
+_SECONDS_BESIDE_RUNS: Final = 10.0
 # The process's memory outside tensors is rounded up to this, so that small changes do not count.
 _ROUNDED_BYTES: Final = 2**26
 _UNSEEN_ON_CPU: Final = (
@@ -234,11 +242,9 @@ def _target_of(
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
     """The cost without what it was measured on."""
     ranks = JoinedRanks(subject.state)
-    assumed = AssumedCuda.detect() if method == "trace" and _is_cuda(subject) else None
-    beside, left = 0, math.inf
-    if assumed is not None:
-        beside = assumed.fixed_bytes
-    elif room is not None:  # all ranks use the first rank's memory outside tensors
+    is_predicted = method == "trace" and _is_cuda(subject)
+    beside, left = BESIDE_BYTES, math.inf
+    if not is_predicted and room is not None:  # all ranks use the first rank's
         beside = ranks.of_first(partial(_beside_tensors, subject))
     if room is not None:
         room = ranks.least(room)
@@ -248,9 +254,9 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         if method != "trace":
             find = partial(_traced_if_possible, subject, left)
             return run_steps(subject, room, ranks.of_first(find) if method == "auto" else None)
-    cost = ranks.of_first(partial(_traced, subject, left))
-    if assumed is not None:
-        return _on_cuda(subject, cost, assumed)
+    cost = ranks.of_first(partial(_traced, subject, left, _SECONDS))
+    if is_predicted:
+        return _on_cuda(subject, cost)
     return cost if room is None else _on_cpu(subject, cost, beside)
 
 
@@ -258,8 +264,8 @@ def _is_cuda(subject: Subject) -> bool:
     return subject.target.type == "cuda"
 
 
-def _traced(subject: Subject, room: float) -> MeasuredCost:
-    """The cost of traced bytes alone."""
+def _traced(subject: Subject, room: float, seconds: float) -> MeasuredCost:
+    """The cost of traced bytes alone, with a grid that takes so many seconds of computing."""
     if subject.state.is_compiled:
         subject.notes.append(
             "compiled functions were traced as eager code; only runs measure them compiled"
@@ -268,7 +274,7 @@ def _traced(subject: Subject, room: float) -> MeasuredCost:
     tracer = Tracer(
         subject.step, subject.batch, subject.state, checks=subject.checks, target=subject.target
     )
-    covering = Covering(subject, tracer, room)
+    covering = Covering(subject, tracer, room, seconds)
     covering.cover()
     return MeasuredCost(
         pieces=tuple(covering.pieces),
@@ -285,7 +291,7 @@ def _traced(subject: Subject, room: float) -> MeasuredCost:
 def _traced_if_possible(subject: Subject, room: float) -> MeasuredCost | None:
     """The cost of traced bytes; `None` if the step cannot be traced but only run."""
     try:
-        return _traced(subject, room)
+        return _traced(subject, room, _SECONDS_BESIDE_RUNS)
     except BatchError:
         raise
     except CostError as error:
@@ -317,14 +323,13 @@ def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
     return replace(cost, offset=float(beside), caution=_UNSEEN_ON_CPU)
 
 
-def _on_cuda(subject: Subject, cost: MeasuredCost, assumed: AssumedCuda) -> MeasuredCost:
+def _on_cuda(subject: Subject, cost: MeasuredCost) -> MeasuredCost:
     """The cost of traced bytes and of all other memory on a CUDA device, if no step ran."""
     own = subject.state.device
     warn_of_kept(subject, device_memory(own) if own.type == "cuda" else None)
-    subject.notes += assumed.notes()
-    return replace(
-        cost, offset=float(assumed.fixed_bytes), scale=assumed.scale, caution=assumed.caution
-    )
+    caution = caution_of_segments()
+    subject.notes += filter(None, [ASSUMED, caution])
+    return replace(cost, offset=float(BESIDE_BYTES), scale=EXPANDABLE_SCALE, caution=caution)
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchbudget.cost.padded import PackedCost, packed_options
-from torchbudget.cost.pieces import EXACT, NOT_HELD, Grid, Piece, Probe
+from torchbudget.cost.pieces import EXACT, TESTED, Grid, Piece, Probe, first_held
 from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of
 from torchbudget.errors import CostError, MeasureWarning
@@ -152,16 +151,24 @@ class MeasuredCost:
             )
         if "time" not in self._tables:
             fixed, each, flop = (1e9 * one for one in self.seconds)
-            pieces = [replace(p, sums=(((p.flops, 1),),), granularity=1) for p in self.pieces]
-            grid = None if self.grid is None else self.grid.without_floor()
-            surface = Surface.of(
-                self._levels(), pieces, grid, empty=0, offset=fixed, scale=flop or 1e-30
-            )
-            rows = surface.rows.copy()
+            work = replace(self.work, offset=fixed, scale=flop or 1e-30)
+            rows = work._surface.rows.copy()
             rows[:, 1] += math.ceil(each)
-            self._tables["time"] = replace(surface, rows=rows)
+            self._tables["time"] = replace(work._surface, rows=rows)
         found: Surface = self._tables["time"]
         return found
+
+    @property
+    def work(self) -> MeasuredCost:
+        """The cost whose bytes are a step's floating-point operations.
+
+        In the grid, which has none, bytes beside the floor stand for them.
+        """
+        pieces = (replace(one, sums=(((one.flops, 1),),), granularity=1) for one in self.pieces)
+        grid = None if self.grid is None else self.grid.without_floor()
+        return replace(
+            self, pieces=tuple(pieces), grid=grid, empty=0, margin=0.0, offset=0.0, scale=1.0
+        )
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; `MAX_BYTES` for unknown shapes, and from 2⁶² bytes on."""
@@ -177,29 +184,17 @@ class MeasuredCost:
         They are exact, or interpolated in the grid; `MAX_BYTES` for shapes that are not known.
         """
         shapes, shape = self._shapes(n, padded_size)
+        owner, _ = first_held(self.pieces, shapes)
         total = np.full(len(shapes), MAX_BYTES)
-        left = np.ones(len(shapes), bool)
-        for piece in self.pieces:
-            mine = np.flatnonzero(left)[piece.holds(shapes[left]) != NOT_HELD]
+        for at, piece in enumerate(self.pieces):
+            mine = owner == at
             total[mine] = piece.bytes_at(shapes[mine])
-            left[mine] = False
-        if self.grid is not None and left.any():
+        if self.grid is not None:
             found = np.ceil(self.grid.bytes_at(shapes))
-            left &= found < 2.0**62  # as a float, `MAX_BYTES` would be 2**63
-            total[left] = found[left]
+            # As a float, `MAX_BYTES` would be 2**63.
+            mine = (owner == len(self.pieces)) & (found < 2.0**62)
+            total[mine] = found[mine]
         return total.reshape(shape)
-
-    def flops_at(self, shapes: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Floating-point operations at each shape, `(S, 1 + d)`: shape `(S,)`.
-
-        In the grid, which has none, bytes beside the floor stand for them.
-        """
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        grid = None if self.grid is None else self.grid.without_floor()
-        total = np.zeros(len(shapes)) if grid is None else grid.bytes_at(shapes)
-        for piece in reversed(self.pieces):
-            total = np.where(piece.holds(shapes) != NOT_HELD, piece.flops_at(shapes), total)
-        return total
 
     def label(self, n: int, padded_size: int | Sequence[int]) -> str:
         """Return how well the bytes of a shape are known.
@@ -210,12 +205,12 @@ class MeasuredCost:
             the bytes of a larger shape if this one is not known.
         """
         shapes, _ = self._shapes(n, padded_size)
-        inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
-        for piece in self.pieces if inside else ():
-            held = piece.holds(shapes)[0]
-            if held != NOT_HELD:
-                return "exact" if held == EXACT else "tested"
-        return "interpolated" if inside and self.grid is not None else "raised"
+        if (shapes[0, 1:] < self.smallest).any() or (shapes[0, 1:] > self.largest).any():
+            return "raised"
+        unknown = "raised" if self.grid is None else "interpolated"
+        return {EXACT: "exact", TESTED: "tested"}.get(
+            first_held(self.pieces, shapes)[1][0], unknown
+        )
 
     def _shapes(self, n: ArrayLike, padded_size: ArrayLike) -> tuple[IntArray, tuple[int, ...]]:
         number, size = np.asarray(n, np.int64)[..., None], axes_last(padded_size, self.axes)
@@ -333,11 +328,14 @@ class MeasuredCost:
         write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
 
     def errors(self) -> list[float]:
-        """Predicted / measured − 1 of each probe, before the margin; traced bytes for a trace."""
+        """Predicted / measured − 1 of each probe, before the margin; traced bytes for a trace.
+
+        Infinite where nothing is predicted, beyond the most bytes that runs have reached.
+        """
         surface, found = self._surface, []
         for probe in self.probes:
-            size = probe.size if self.axes > 1 else probe.size[0]
-            predicted = float(surface.batch_bytes(probe.n, size)) / (1 + self.margin)
+            whole = int(surface.batch_bytes(probe.n, probe.asked))
+            predicted = whole / (1 + self.margin) if whole < MAX_BYTES else math.inf
             if probe.how == "trace":
                 predicted = (predicted - self.offset) / self.scale
             found.append(predicted / probe.peak_bytes - 1)
@@ -349,8 +347,8 @@ class MeasuredCost:
     def __str__(self) -> str:
         """Return its basis, the largest error of its runs and its margin; `report` has all."""
         pairs = zip(self.probes, self.errors(), strict=True)
-        known = [e for probe, e in pairs if probe.how == "run" and e * probe.peak_bytes < 2**62]
-        worst = max(map(abs, known), default=0.0)
+        known = [abs(e) for probe, e in pairs if probe.how == "run" and e < math.inf]
+        worst = max(known, default=0.0)
         return f"{self._rests_on()}; runs off by {worst:.1%} at most, margin {self.margin:.1%}"
 
     def report(self) -> str:
@@ -359,15 +357,16 @@ class MeasuredCost:
         lines = [_ROW.format(*titles)]
         worst: dict[str, float] = {}
         for probe, error in zip(self.probes, self.errors(), strict=True):
-            label = self.label(probe.n, probe.size if self.axes > 1 else probe.size[0])
-            worst[label] = max(worst.get(label, 0.0), error, key=abs)
+            label, is_known = self.label(probe.n, probe.asked), error < math.inf
+            if is_known:
+                worst[label] = max(worst.get(label, 0.0), error, key=abs)
             lines.append(
                 _ROW.format(
                     f"{probe.n:,}",
                     " × ".join(map(str, probe.size)),
                     format_bytes(probe.peak_bytes),
-                    format_bytes(round(probe.peak_bytes * (1 + error))),
-                    f"{error:+.3%}",
+                    format_bytes(round(probe.peak_bytes * (1 + error))) if is_known else "unknown",
+                    f"{error:+.3%}" if is_known else "",
                     label,
                     "" if probe.seconds is None else f"{probe.seconds:.3f}",
                     f"{probe.how}, held out" if probe.held_out else probe.how,
@@ -409,7 +408,7 @@ class MeasuredCost:
         if self.grid is not None:
             found.append(f"a grid of {sum(map(len, self.grid.values))} shapes, interpolated")
         runs = sum(probe.how == "run" for probe in self.probes)
-        return ", ".join([*found, *([f"{runs} runs"] if runs else [])])
+        return ", ".join([*found, *([f"{runs} run{'s' * (runs > 1)}"] if runs else [])])
 
     def plot(self) -> Figure:
         """Draw measured against predicted bytes, and the errors, as a matplotlib figure.

@@ -57,6 +57,11 @@ class Probe:
     how: str
     seconds: float | None = None
 
+    @property
+    def asked(self) -> int | tuple[int, ...]:
+        """The size as a cost model takes it: an int for one axis."""
+        return self.size if len(self.size) > 1 else self.size[0]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
@@ -104,12 +109,6 @@ class Piece:
         peaks: IntArray = totals.max(axis=0)
         return peaks
 
-    def flops_at(self, shapes: npt.ArrayLike) -> FloatArray:
-        """Floating-point operations of a step at each shape."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        [flops] = self._expressions.evaluate(shapes, [self.flops])
-        return np.broadcast_to(np.asarray(flops, float), len(shapes))
-
     def holds(self, shapes: npt.ArrayLike) -> npt.NDArray[np.int8]:
         """`EXACT` if every condition holds, `TESTED` if a harmless set fails, else 0."""
         failed = failed_of(self._expressions, self.fixed, self.conditions, shapes)
@@ -145,6 +144,17 @@ class Piece:
             rows[at] = row
         sums = [sum(number * rows[at] for at, number in total) for total in self.sums]
         return np.asarray(sums, float)
+
+
+def first_held(pieces: Sequence[Piece], shapes: IntArray) -> tuple[IntArray, npt.NDArray[np.int8]]:
+    """The first piece that holds at each shape, else their number, and how it holds: `(S,)`."""
+    owners = np.full(len(shapes), len(pieces))
+    how = np.full(len(shapes), NOT_HELD, np.int8)
+    for at in reversed(range(len(pieces))):
+        held = pieces[at].holds(shapes)
+        owners = np.where(held != NOT_HELD, at, owners)
+        how = np.where(held != NOT_HELD, held, how)
+    return owners, how
 
 
 @dataclass(frozen=True, slots=True, eq=False)

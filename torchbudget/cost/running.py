@@ -25,7 +25,7 @@ from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
 # how many bytes are in use for each traced byte: 1.32 in a U-Net, 1.69 in a 1-d convolution. The
@@ -50,7 +50,7 @@ _SEEN_BYTES: Final = 2**24
 # and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
 _LINEAR: Final = 1.15
 _MOST_CLIMBS: Final = 20
-_BLIND_SIZES: Final = {1: 6, 2: 4}
+_BLIND_SIZES: Final = {1: 5, 2: 4}
 # oneDNN runs these on the CPU by kernels that it compiles for each shape.
 _CONVOLUTIONS: Final = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -266,7 +266,7 @@ class _Runs:
 
     def _margin(self, cost: MeasuredCost, least: float) -> float:
         """Twice the worst underestimate of any run."""
-        worst = max(0.0, *(-error / (1 + error) for error in cost.errors()))
+        worst = max(0.0, *(1 / (1 + error) - 1 for error in cost.errors()))
         return max(least, _DRIFT_BYTES / self.room, 2 * worst)
 
     def _fit(self, probes: Sequence[Probe]) -> tuple[float, float]:
@@ -294,7 +294,7 @@ class _Runs:
         ]
 
     def _tensors(self, probes: Sequence[Probe]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        sizes = [probe.size if self.known.axes > 1 else probe.size[0] for probe in probes]
+        sizes = [probe.asked for probe in probes]
         return self.known.batch_bytes([probe.n for probe in probes], sizes).astype(float)
 
     def _run_first(self, smallest: Size) -> None:
@@ -356,9 +356,9 @@ class _Runs:
     def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
         """Coefficients of 1, n and floating-point operations, at least 0, of the runs' seconds."""
         seconds = np.array([probe.seconds for probe in self.probes], float)
-        shapes = [(probe.n, *probe.size) for probe in self.probes]
-        n = np.array([shape[0] for shape in shapes], float)
-        matrix = np.stack([np.ones(len(n)), n, cost.flops_at(shapes)], axis=1)
+        n = np.array([probe.n for probe in self.probes], float)
+        flops = cost.work.traced_bytes(n, [probe.asked for probe in self.probes])
+        matrix = np.stack([np.ones(len(n)), n, np.where(flops < MAX_BYTES, flops, 0)], axis=1)
         used = np.flatnonzero(matrix.any(axis=0))
         while True:  # without the term that would be negative, until none is
             scales = matrix[:, used].max(axis=0)

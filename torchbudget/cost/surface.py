@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.pieces import NOT_HELD, Grid, Piece
+from torchbudget.cost.pieces import Grid, Piece, first_held
 from torchbudget.cost.protocol import ArrayLike, FloatArray, IntArray, axes_last
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
@@ -138,7 +138,8 @@ class Surface:
         ).pruned()
         if grid is None or grid.reached == MAX_BYTES:
             return surface
-        fitting = surface.capacities(int(grid.reached * scale + offset))
+        # Bytes of each sample have been rounded up.
+        fitting = surface.capacities(int(grid.reached * scale + offset) + grid.most + 1)
         return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
@@ -259,14 +260,10 @@ def _running_maximum(
     return started.reshape(3, -1)
 
 
-def _owners(pieces: Sequence[Piece], n: IntArray, points: IntArray) -> IntArray:
-    """The first piece that holds, shape `(len(n), sizes)`; the number of pieces if none holds."""
-    owners = np.full((len(n), len(points)), len(pieces))
-    for row, number in zip(owners, np.minimum(n, _ANY_N).tolist(), strict=True):
-        shapes = np.column_stack([np.full(len(points), number), points])
-        for at in reversed(range(len(pieces))):
-            row[pieces[at].holds(shapes) != NOT_HELD] = at
-    return owners
+def _owners(pieces: Sequence[Piece], numbers: IntArray, points: IntArray) -> IntArray:
+    """The first piece that holds for each number of samples, shape `(numbers, sizes)`."""
+    every = (np.column_stack([np.full(len(points), min(n, _ANY_N)), points]) for n in numbers)
+    return np.stack([first_held(pieces, shapes)[0] for shapes in every])
 
 
 def _line(

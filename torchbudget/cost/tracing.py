@@ -82,7 +82,7 @@ class Trace:
         events: the storage size of each event, an index of `sizes`.
         signs: +1 if a storage was allocated, −1 if it was freed.
         starts: the event at which the second step begins, and the number of events.
-        conditions: conditions on the shape, as expressions, and the line of code of each.
+        conditions: expressions that are true for these shapes.
         fixed: the value of each coordinate that has no symbol, `None` of others.
         granularity: each storage takes a multiple of it, in bytes.
         flops: floating-point operations of the second step, as an expression.
@@ -95,7 +95,7 @@ class Trace:
     events: IntArray
     signs: IntArray
     starts: tuple[int, int]
-    conditions: tuple[tuple[int, str], ...]
+    conditions: tuple[int, ...]
     fixed: tuple[int | None, ...]
     granularity: int
     flops: int
@@ -118,8 +118,7 @@ class Trace:
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
-        conditions = [at for at, _ in self.conditions]
-        return failed_of(self.expressions, self.fixed, conditions, shapes)
+        return failed_of(self.expressions, self.fixed, self.conditions, shapes)
 
     @property
     def equalities(self) -> list[int]:
@@ -128,10 +127,8 @@ class Trace:
         A coordinate that is fixed to 1 is none: torch only takes another kernel there.
         """
         nodes = self.expressions.nodes
-        start = len(self.fixed)
-        return [
-            start + k for k, (at, _) in enumerate(self.conditions) if nodes[at][0] == "Equality"
-        ]
+        rows = enumerate(self.conditions, start=len(self.fixed))
+        return [row for row, at in rows if nodes[at][0] == "Equality"]
 
     def piece(self, shapes: npt.ArrayLike, harmless: Iterable[tuple[int, ...]]) -> Piece:
         """Keep the running sums that are the peak at one of many shapes, `(S, d)`."""
@@ -147,20 +144,12 @@ class Trace:
         return Piece(
             nodes=tuple(self.expressions.nodes),
             sums=tuple(sorted(sums)),
-            conditions=tuple(at for at, _ in self.conditions),
+            conditions=self.conditions,
             fixed=self.fixed,
             harmless=tuple(sorted(harmless)),
             granularity=self.granularity,
             flops=self.flops,
         )
-
-    def why(self, shape: Shape) -> str:
-        """The first condition that does not hold at a shape, and its line of code."""
-        failed = np.flatnonzero(self.failed([shape])[:, 0])
-        if not len(failed):
-            return ""
-        at = int(failed[-1]) - len(self.fixed)
-        return f"the branch at {self.conditions[at][1]}" if at >= 0 else "a batch of one sample"
 
     def same(self, other: Trace, shape: Shape) -> bool:
         """Whether another trace has the same storages at a shape, in the same order."""
@@ -438,7 +427,7 @@ class _Counter(TorchDispatchMode):
         expressions = Expressions()
         numbers: dict[Any, int] = {}
         events = [numbers.setdefault(size, len(numbers)) for size, _ in self.events]
-        guards = {} if env is None else {one.expr: _line_of(one) for one in env.guards}
+        guards = [] if env is None else dict.fromkeys(one.expr for one in env.guards)
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
         return Trace(
             expressions,
@@ -446,7 +435,7 @@ class _Counter(TorchDispatchMode):
             np.array(events, np.int64),
             np.array([sign for _, sign in self.events], np.int64),
             starts,
-            tuple((expressions.add(guard, symbols), line) for guard, line in guards.items()),
+            tuple(expressions.add(guard, symbols) for guard in guards),
             tuple(
                 value if symbol is None else None
                 for symbol, value in zip(symbols, shape, strict=True)
@@ -566,13 +555,6 @@ class _Counter(TorchDispatchMode):
             self.integers += 1
             return self._integer  # as of mask.sum()
         return None
-
-
-def _line_of(guard: Any) -> str:
-    """The line of the user's code that took a guard."""
-    place = getattr(guard.sloc, "user_loc", None) or getattr(guard.sloc, "framework_loc", None)
-    name = getattr(place, "filename", "?").rpartition("site-packages/")[2].rpartition("/")[2]
-    return f"{name}:{getattr(place, 'lineno', '?')} in {getattr(place, 'name', '?')}"
 
 
 def _has_real(arguments: Any) -> bool:
