@@ -20,11 +20,11 @@ Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, glibc 2.36; OMP
     graphs                          3     4   1.00%  1.000  0.9478  0.9475  0.9933     0.9317      9       17.7     70.1   -0.0%
     contrastive                     1     7   1.56%  1.001  0.9513  0.9502  0.9622     0.9999      5        8.3     21.7   -0.1%
     contrastive                     3     7   1.00%  1.000  0.9497  0.9486  0.9503     0.9999      5       23.6     42.7   -0.0%
-    decoder, chunked loss           1     4   1.56%  1.025  0.9539  0.9324  0.9659     0.9351      8      103.6     30.4   -0.7%
-    decoder, chunked loss           3     7   1.00%  1.020  0.9687  0.9463  0.9712     0.9066      8      125.3     81.2   -0.7%
-    experts, routed                 1    30   3.00%  1.000  0.9518  0.9500  0.9585     0.9460      8       25.1     21.5       –
+    decoder, chunked loss           1     4   1.56%  1.018  0.9579  0.9398  0.9694     0.9340      8       29.6     31.2   -0.6%
+    decoder, chunked loss           3     4   1.00%  1.028  0.9471  0.9452  0.9936     0.9030      8       40.6     84.2   -0.6%
+    experts, routed                 1    26   3.00%  1.000  0.9518  0.9499  0.9585     0.9460      8       20.3     21.2       –
     encoder, PaddedBatch.mask       1     4   1.56%  1.000  0.9383  0.9175  0.9823     0.9606     16       10.6     23.8   -0.6%
-    LSTM                            1     7   1.56%  0.602  0.7173  0.7130  0.9843     0.9116      8       65.6     21.5  -43.0%
+    LSTM                            1     7   1.56%  0.602  0.7144  0.7115  0.9848     0.9108      8       20.0     21.7  -43.0%
 
 `probes` and `peak` are the high-water marks of resident memory while the cost was measured, and
 over the epoch, / the whole budget; `seen` is the former as another process saw it, every 5 ms.
@@ -32,8 +32,7 @@ over the epoch, / the whole budget; `seen` is the former as another process saw 
 `unseen` is the growth of resident memory in the step that was predicted to take the most, beyond
 the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is about N full batches of the median size.
-Recorded with `--steps 4`, beside other programs. Measuring takes longer than allowed where a grid is
-traced, and where no trace is possible.
+Recorded with `--steps 4`, beside other programs.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations

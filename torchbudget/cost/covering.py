@@ -231,6 +231,7 @@ class Covering:
         domain = self.subject.domain
         sizes = domain.nodes(3 if domain.axes < 3 else 2)
         self._recipe = recipe
+        self._value(domain.between(0.5), 1)  # shows whether n can be a symbol, in less time
         done: set[tuple[int, int, int]] = set()
         while True:
             grid = self.grid = self._grid_of(sizes)
