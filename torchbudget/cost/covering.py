@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.batch_recipe import Recipe, Shape
 from torchbudget.cost.expressions import UntraceableError
-from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along
+from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along, goes_on
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
@@ -40,9 +40,12 @@ _OFF: Final = 0.01
 # Least ratio of consecutive numbers of samples in a column, which limits the time.
 _NEAR: Final = 1.5
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
-# samples took, or this share of those of a grid: does it loop? Symbols took up to 9 times as long
-# as numbers; a loss of 230 chunks takes 6 s.
-_LOOPING: Final = 10
+# samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
+# long as numbers; a loss of 230 chunks takes 6 s.
+_LOOPING: Final = 16
+_LEAST_SECONDS: Final = 0.5
+# A column that goes on along a line is traced no further if a trace takes this share of a grid's
+# seconds.
 _ONE_TRACE: Final = 1 / 8
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
 # too low elsewhere; that of an LSTM was 1.0 % too low with 24, 0.3 % with 64, 0.1 % with 128.
@@ -271,7 +274,7 @@ class Covering:
     def _limit(self, size: tuple[int, ...]) -> float:
         """The most seconds of a trace, by those of two samples of a size."""
         two = self._concrete.get((2, *size))
-        return math.inf if two is None else max(_LOOPING * two.seconds, _ONE_TRACE * self.seconds)
+        return math.inf if two is None else _LOOPING * max(two.seconds, _LEAST_SECONDS)
 
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
@@ -304,6 +307,8 @@ class Covering:
             aim = high + (self.room - known[high]) / slope
             low, high = high, int(min(max(aim, 2 * high), 4 * high, most))
             trace, limit = self._concrete.get((low, *size)), self._limit(size)
+            if goes_on(*zip(*sorted(known.items()), strict=True)):
+                limit = min(limit, _ONE_TRACE * self.seconds)
             try:
                 if trace is not None and trace.seconds * high > limit * low:
                     raise UntraceableError("the trace would take too long")

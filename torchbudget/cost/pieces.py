@@ -205,11 +205,8 @@ class Grid:
 
         Other sums may be the peak for more samples: only real steps show it.
         """
-        ends = []
-        for n, values, end in zip(self.numbers, self.values, self.ends, strict=False):
-            slopes = np.diff(values[-3:]) / np.diff(n[-3:])
-            is_line = len(slopes) == 2 and slopes.min() > 0 and slopes.max() <= _LINE * slopes.min()
-            ends.append(self.most if is_line else end)
+        columns = zip(self.numbers, self.values, self.ends, strict=False)
+        ends = (self.most if goes_on(n, values) else end for n, values, end in columns)
         return replace(self, ends=tuple(ends))
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
@@ -267,6 +264,12 @@ class Grid:
         size = math.prod(nodes[k] for nodes, k in pairs) if self.by_area else 1
         found = along(self.numbers[column], self.values[column], area / size)
         return np.maximum(found, self.floor)
+
+
+def goes_on(numbers: Sequence[int], values: Sequence[float]) -> bool:
+    """Whether the last three values at some numbers lie on a rising line."""
+    slopes = np.diff(values[-3:]) / np.diff(numbers[-3:])
+    return len(slopes) == 2 and bool(slopes.min() > 0 and slopes.max() <= _LINE * slopes.min())
 
 
 def along(numbers: Sequence[int], values: Sequence[float], wanted: npt.ArrayLike) -> FloatArray:
