@@ -148,6 +148,22 @@ def test_no_run_of_other_kernels_is_over_the_budget(
         assert max(machine.peaks) <= budget
 
 
+def test_no_run_of_many_samples_is_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bytes of each sample that no trace sees, and that the first run, of one, does not show."""
+    budget = 300 * MIB
+
+    def peak_of(n: int, size: int) -> float:
+        return 100 * MIB + n * (288 * size + 12_000 * (128 / max(size, 128)) ** 4)
+
+    machine = Machine(monkeypatch, peak_of)
+
+    def step(batch: torch.Tensor) -> None:
+        a_step(batch.repeat(8, 1, 1))
+
+    measure_cost(step, machine.make, max_size=1024, min_size=128, budget=budget)
+    assert 200 * MIB < max(machine.peaks) <= budget
+
+
 def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, STEPS["linear"])
     with pytest.raises(CostError, match=r"one sample of size .*; raise the budget, 50 MiB"):

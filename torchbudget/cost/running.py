@@ -317,7 +317,7 @@ class _Runs:
 
     def _reach_for(self, size: Size, most: float = _NEAR, *, held_out: bool = False) -> None:
         """Run a batch of a size that takes a share of the budget, by the largest scale seen."""
-        share = most if any(probe.size == size for probe in self.probes) else min(most, _NEW)
+        share = most if any(probe.size == size for probe in self.probes[1:]) else min(most, _NEW)
         first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes[:1])
         scale = max(1.0, max(self._grown(self.probes), default=_GUESSED_SCALE))
         # A process may take most of a budget, so shares are of the rest.
