@@ -234,7 +234,6 @@ class Covering:
         domain = self.subject.domain
         sizes = domain.nodes(3 if domain.axes < 3 else 2)
         self._recipe = recipe
-        self._value(domain.between(0.5), 1)  # shows whether n can be a symbol, in less time
         done: set[tuple[int, int, int]] = set()
         while True:
             grid = self.grid = self._grid_of(sizes)
@@ -258,7 +257,7 @@ class Covering:
                 sizes[at[0]] = sorted({*sizes[at[0]], at[1]})
                 continue
             if domain.axes == 1:  # every traced size is a node
-                grid = self._grid_of([sorted(size for (size,) in self._columns)])
+                grid = self.grid = self._grid_of([sorted(size for (size,) in self._columns)])
             off, outlier = self._hold_out(grid, left)
             if off <= _OFF or not self._has_time():
                 break

@@ -207,10 +207,9 @@ class MeasuredCost:
         shapes, _ = self._shapes(n, padded_size)
         if (shapes[0, 1:] < self.smallest).any() or (shapes[0, 1:] > self.largest).any():
             return "raised"
-        unknown = "raised" if self.grid is None else "interpolated"
-        return {EXACT: "exact", TESTED: "tested"}.get(
-            first_held(self.pieces, shapes)[1][0], unknown
-        )
+        _, how = first_held(self.pieces, shapes)
+        elsewhere = "raised" if self.grid is None else "interpolated"
+        return {EXACT: "exact", TESTED: "tested"}.get(how[0], elsewhere)
 
     def _shapes(self, n: ArrayLike, padded_size: ArrayLike) -> tuple[IntArray, tuple[int, ...]]:
         number, size = np.asarray(n, np.int64)[..., None], axes_last(padded_size, self.axes)
