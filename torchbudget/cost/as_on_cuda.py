@@ -65,6 +65,7 @@ TEMPORARIES: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
 }
 
 
+# The note of a cost that was traced for CUDA without a step on a device.
 ASSUMED: Final = (
     "predicted for CUDA, and checked on one card: storages in blocks of "
     f"{CUDA_BLOCK_BYTES} bytes, {format_bytes(CONTEXT_BYTES)} for the context, "
