@@ -1,4 +1,4 @@
-"""Samples of one shape: the value, how many fit, and shapes."""
+"""Samples of one shape, beyond what holds of every `PaddedCost`: how many fit, and shapes."""
 
 import numpy as np
 import pytest
@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.dense import DenseCost
-from torchbudget.cost.protocol import CostModel
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
-from torchbudget.errors import (
-    BudgetError,
-    CostError,
-    CostOverflowError,
-    OptionError,
-    OversizeError,
-)
+from torchbudget.errors import BudgetError, CostError, OptionError, OversizeError
 
 LIMIT = 2**63 - 1
 
@@ -32,33 +25,6 @@ costs = st.builds(
     host_sample_bytes=st.integers(1, 2**40),
     variants_per_read=st.integers(1, 9),
 )
-
-
-def test_it_is_a_cost_model():
-    assert isinstance(DenseCost(sample_bytes=1), CostModel)
-
-
-@given(cost=costs, budget=amounts)
-def test_capacity_is_exact_at_the_boundary(cost, budget):
-    """The capacity fits, and one more does not."""
-    n = int(cost.capacity(0, budget))
-    if n:
-        assert cost.batch_bytes(n, 0) <= budget
-    over = max(cost.floor_bytes, cost.fixed_bytes + (n + 1) * cost.sample_bytes)
-    assert over > budget
-
-
-@given(cost=costs, n=st.integers(0, 2**20), more=st.integers(0, 2**20))
-def test_bytes_are_exact_and_monotone(cost, n, more):
-    """Python's own arithmetic, or a refusal near 2**63."""
-    expected = max(cost.floor_bytes, cost.fixed_bytes + (n + more) * cost.sample_bytes)
-    if cost.fixed_bytes + (n + more) * cost.sample_bytes > LIMIT - 4096:
-        with pytest.raises(CostOverflowError):
-            cost.batch_bytes(n + more, 0)
-        return
-    large = cost.batch_bytes(n + more, 0)
-    assert int(large) == expected
-    assert cost.batch_bytes(n, 0) <= large
 
 
 @given(cost=costs, one=st.integers(0, 100))

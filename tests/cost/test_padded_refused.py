@@ -68,11 +68,6 @@ def test_a_sample_of_2_to_the_53_bytes_is_refused(kind: Any) -> None:
         kind(unit_bytes=(1, 1), pair_bytes=((0, 1), (0, 0))).item_bytes([2**30, 2**30])
 
 
-def test_negative_numbers_of_samples_are_refused() -> None:
-    with pytest.raises(CostError, match=r"at least 0 samples, got -2"):
-        PaddedCost(unit_bytes=1).batch_bytes([3, -2], 5)
-
-
 # ---------------------------------------------------------------------- bad coefficients
 
 NAMES = ("fixed_bytes", "sample_bytes", "unit_bytes", "pair_bytes")
