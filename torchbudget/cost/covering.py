@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
@@ -15,10 +16,20 @@ import numpy.typing as npt
 
 from torchbudget.cost.batch_recipe import Recipe, Shape
 from torchbudget.cost.expressions import UntraceableError
-from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along, goes_on
+from torchbudget.cost.pieces import (
+    NOT_HELD,
+    Grid,
+    Piece,
+    Probe,
+    Trace,
+    along,
+    continued,
+    first_held,
+    goes_on,
+)
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
-from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
+from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
@@ -51,6 +62,10 @@ _ONE_TRACE: Final = 1 / 8
 # too low elsewhere; that of an LSTM was 1.0 % too low with 24, 0.3 % with 64, 0.1 % with 128.
 _HELD_OUT: Final = 128
 _LEAST_HELD_OUT: Final = 12  # if time is up
+# Larger numbers of samples that are tried for a shape without a piece.
+_TRIED: Final = 16
+# A loop is tested with up to this multiple of the turns that were traced.
+_FEW: Final = 2
 # Numbers of samples that are searched for other peaks: another sum may be the largest there.
 _MANY: Final = 2**20
 
@@ -82,11 +97,10 @@ class Covering:
     probes: list[Probe] = field(default_factory=list)
     empty: int = 0
     reason: str = ""
-    _traces: list[Trace] = field(default_factory=list)
-    _harmless: list[set[tuple[int, ...]]] = field(default_factory=list)
+    _first: Trace | None = None
     _num_held_out: int = 0
     _recipe: Recipe | None = None  # None once n cannot be a symbol
-    _symbolic: dict[tuple[int, ...], Trace] = field(default_factory=dict)
+    _symbolic: dict[tuple[int, ...], Piece] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
@@ -116,50 +130,52 @@ class Covering:
             self.reason = self.reason or str(error)
             if recipe is None:
                 self.subject.warn(f"shapes are measured one by one, which takes minutes: {error}")
-        if left.any():
+        if not self._is_covered(shapes, left):
             self._make_grid(recipe, shapes[left])
-        many = self.subject.domain.draw(_DRAWN // 4, _MANY, seed=1)
-        for trace, harmless in zip(self._traces, self._harmless, strict=True):
-            piece = trace.piece(shapes, harmless)
-            every = np.concatenate([shapes, many])
-            held = every[piece.holds(every) != NOT_HELD]
-            if len(held):
-                self.pieces.append(trace.piece(held, harmless))
-        self._note_what_is_left([*self._traces, *self._concrete.values()][0], shapes[0])
+        trace = self._first or next(iter(self._concrete.values()))
+        self._note_what_is_left(trace, shapes[0])
 
     # Symbolic pieces.
 
     def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
-        logs, poor = np.log(shapes), 0
-        while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
-            inside = np.flatnonzero(left)
+        logs, poor, few = np.log(shapes), 0, np.ones(len(shapes), bool)
+        many = self.subject.domain.draw(_DRAWN // 4, _MANY, seed=1)
+        every = np.concatenate([shapes, many])
+        while not self._is_covered(shapes, left):
+            if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
+                return
+            inside = np.flatnonzero(left & few if (left & few).any() else left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
             off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
             middle = shapes[inside[off.sum(axis=1).argmin()]]
-            trace = self._piece_at(recipe, _distinct(tuple(middle.tolist()), shapes[inside]))
+            shape = _distinct(tuple(middle.tolist()), shapes[inside])
+            trace = self._trace_at(recipe, shape)
             if trace is None:
                 return
             before = int(left.sum())
-            failed = trace.failed(shapes)
-            left &= failed.any(axis=0)
-            self._test(trace, shapes, failed, left)
+            piece = trace.piece(every)
+            with suppress(UntraceableError, ValueDependentError):
+                piece, few = self._continued(recipe, trace, shape, shapes, every)
+            left &= piece.holds(shapes) == NOT_HELD
+            piece = self._tested(piece, shapes, few, left)
+            held = every[piece.holds(every) != NOT_HELD]
+            if len(held):
+                self.pieces.append(piece.kept(held))
             left[(shapes == middle).all(axis=1)] = False
             gained = before - int(left.sum())
             poor += gained < _POOR * len(shapes)
 
-    def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
+    def _trace_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
             limit = self._limit(self.subject.domain.between(0.0))
             trace = self.tracer.symbolic(recipe, shape, limit)
-            trace.failed([shape])
-            trace.piece([shape], []).in_n(np.array([shape[1:]]))
-            if len(self._traces) < _VERIFIED:
+            trace.piece([shape]).in_n(np.array([shape[1:]]))
+            if len(self.pieces) < _VERIFIED:
                 self._verify(trace)
         except (UntraceableError, ValueDependentError) as error:  # concrete traces may know
             self.reason = str(error)
             return None
-        self._traces.append(trace)
-        self._harmless.append(set())
+        self._first = self._first or trace
         self.subject.advance(1)
         return trace
 
@@ -169,30 +185,59 @@ class Covering:
         An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
         """
         shapes = self.subject.domain.draw(_DRAWN, self.most_n)
-        shapes = shapes[~trace.failed(shapes).any(axis=0)]
+        piece = trace.piece(shapes)
+        shapes = shapes[piece.holds(shapes) != NOT_HELD]
         order = np.argsort(np.log(shapes).sum(axis=1))
         for index in dict.fromkeys([-1, len(order) // 2] if len(order) else []):
-            shape = self._limited(tuple(shapes[order[index]].tolist()), trace)
+            shape = self._limited(tuple(shapes[order[index]].tolist()), piece)
             real, found = self._at(shape), int(trace.peaks([shape])[0])
             if found != real:
                 raise UntraceableError(
                     f"the symbolic trace is off by {found / real - 1:+.2%} at {shape}"
                 )
 
-    def _test(
+    def _continued(
+        self, recipe: Recipe, trace: Trace, shape: Shape, shapes: IntArray, every: IntArray
+    ) -> tuple[Piece, npt.NDArray[np.bool_]]:
+        """The piece of any number of turns, and at which shapes there are few.
+
+        Raises:
+            UntraceableError: the trace is not one of a loop, or its turns are not alike.
+        """
+        _, turns, own = trace.loop
+        n = np.arange(1, 4 * shape[0])[:, None]
+        near = np.concatenate([shapes, np.hstack([n, np.tile(shape[1:], (len(n), 1))])])
+        numbers = np.broadcast_to(trace.expressions.evaluate(near, [turns])[0], len(near))
+        if not (numbers > own).any():
+            raise UntraceableError("no loop has more turns")
+        further = near[numbers == numbers[numbers > own].min()]
+        middle = tuple(np.median(further, axis=0).astype(int).tolist())
+        other = self.tracer.symbolic(recipe, _distinct(middle, further))
+        piece, _ = continued(trace, other, every)
+        piece.in_n(np.array([shape[1:]]))
+        self.subject.advance(1)
+        return piece, numbers[: len(shapes)] <= _FEW * own
+
+    def _tested(
         self,
-        trace: Trace,
+        piece: Piece,
         shapes: IntArray,
-        failed: npt.NDArray[np.bool_],
+        few: npt.NDArray[np.bool_],
         left: npt.NDArray[np.bool_],
-    ) -> None:
+    ) -> Piece:
         """Find sets of failed conditions that do not matter: concrete traces have the same peaks.
 
         Many conditions only choose between kernels, or strides, that need the same bytes. Sets
-        with an equality are never taken: a loop's count.
+        with an equality are never taken.
+
+        Args:
+            piece: the piece.
+            shapes: at which it is tested.
+            few: which of them may be traced: a loop has few turns there.
+            left: which of them no piece holds; changed.
         """
-        equalities = set(trace.equalities)
-        sets = [tuple(np.flatnonzero(column).tolist()) for column in failed.T]
+        equalities, harmless = set(piece.equalities), set[tuple[int, ...]]()
+        sets = [tuple(np.flatnonzero(column).tolist()) for column in piece.failed(shapes).T]
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
@@ -201,20 +246,24 @@ class Covering:
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
             # One shape is enough to test conditions that are each harmless.
-            known = len(one) > 1 and all((k,) in self._harmless[-1] for k in one)
-            chosen = dict.fromkeys(mine[[-1] if known else [-1, 0]].tolist())
+            known = len(one) > 1 and all((k,) in harmless for k in one)
+            of_few = mine[few[mine]]
+            if not len(of_few):
+                continue
+            chosen = dict.fromkeys(of_few[[-1] if known else [-1, 0]].tolist())
             tested = {self._limited(tuple(shapes[k].tolist())) for k in chosen}
-            rows = trace.failed(sorted(tested))
+            rows = piece.failed(sorted(tested))
             same = [tuple(np.flatnonzero(column).tolist()) == one for column in rows.T]
-            if all(same) and all(self._at(s) == trace.peaks([s])[0] for s in sorted(tested)):
-                self._harmless[-1].add(one)
+            if all(same) and all(self._at(s) == piece.bytes_at([s])[0] for s in sorted(tested)):
+                harmless.add(one)
                 left[mine] = False
+        return replace(piece, harmless=tuple(sorted(harmless)))
 
-    def _limited(self, shape: Shape, trace: Trace | None = None) -> Shape:
+    def _limited(self, shape: Shape, piece: Piece | None = None) -> Shape:
         """The shape with no more samples than a real batch may have."""
         n = min(shape[0], self.subject.most_samples(shape[1:]))
         limited = (n, *shape[1:])
-        return shape if trace is not None and trace.failed([limited]).any() else limited
+        return shape if piece is not None and not piece.holds([limited])[0] else limited
 
     def _at(self, shape: Shape, most_seconds: float = math.inf) -> int:
         """The bytes of a concrete trace; of the next larger shape, if no batch has this one."""
@@ -225,6 +274,15 @@ class Covering:
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
         return int(self._concrete[shape].peaks([shape])[0])
+
+    def _is_covered(self, shapes: IntArray, left: npt.NDArray[np.bool_]) -> bool:
+        """Whether all shapes have a piece, but a few that have one for slightly more samples."""
+        some = shapes[left]
+        n = np.linspace(some[:, :1], (1 + _POOR) * some[:, :1], _TRIED)[1:].astype(int)
+        more = np.concatenate([np.hstack([one, some[:, 1:]]) for one in n])
+        owner = first_held(self.pieces, more)[0].reshape(len(n), -1)
+        every = bool((owner < len(self.pieces)).any(axis=0).all())
+        return every and len(some) < _POOR * len(shapes)
 
     # The grid.
 
@@ -336,16 +394,18 @@ class Covering:
         if self._recipe is not None and size not in self._symbolic:
             first = next(one for one in (11, 13, 17, 19) if one not in size)
             try:
-                self._symbolic[size] = self.tracer.symbolic(self._recipe, (first, *size))
-                if self._symbolic[size].failed([(2 * first + 1, *size)]).any():
+                trace = self.tracer.symbolic(self._recipe, (first, *size))
+                numbers = np.geomspace(1, self.most_n, _DRAWN // 4).astype(int)
+                self._symbolic[size] = trace.piece([(n, *size) for n in numbers])
+                if not self._symbolic[size].holds([(2 * first + 1, *size)])[0]:
                     self._recipe = None
             except (UntraceableError, ValueDependentError) as error:
                 self.reason, self._recipe = str(error), None
             self.subject.advance(1)
-        trace = self._symbolic.get(size)
-        if trace is None or trace.failed([(n, *size)]).any():
+        piece = self._symbolic.get(size)
+        if piece is None or not piece.holds([(n, *size)])[0]:
             return float(self._at((n, *size), most_seconds))
-        return float(trace.peaks([(n, *size)])[0])
+        return float(piece.bytes_at([(n, *size)])[0])
 
     def _hold_out(self, grid: Grid, left: IntArray) -> tuple[float, Shape]:
         """Raise the grid by the largest error on shapes that are no nodes.

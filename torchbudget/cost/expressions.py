@@ -85,6 +85,18 @@ class Expressions:
     nodes: list[Node] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict, repr=False)
 
+    def node(self, *node: Any) -> int:
+        """The number of a node, which is added if it is new.
+
+        Raises:
+            UntraceableError: the operation is unknown.
+        """
+        if node not in self._numbers:
+            _check([*node], len(self.nodes))
+            self._numbers[node] = len(self.nodes)
+            self.nodes.append([*node])
+        return self._numbers[node]
+
     def add(self, expression: Any, symbols: Sequence[Any]) -> int:
         """Return the number of an expression of sympy.
 
@@ -95,25 +107,25 @@ class Expressions:
         Raises:
             UntraceableError: it has an unknown operation, or another symbol.
         """
-        if expression in self._numbers:
-            return self._numbers[expression]
-        node: Node
         if isinstance(expression, int) or getattr(expression, "is_Integer", False):
-            node = ["int", int(expression)]
-        elif expression in symbols:
-            node = ["symbol", list(symbols).index(expression)]
-        elif expression.is_Boolean and not expression.args:
-            node = ["int", int(bool(expression))]
-        elif expression.is_number and not expression.args:
+            return self.node("int", int(expression))
+        if expression in symbols:
+            return self.node("symbol", [*symbols].index(expression))
+        if expression.is_Boolean and not expression.args:
+            return self.node("int", int(bool(expression)))
+        if expression.is_number and not expression.args:
             infinite = 2**62 * (-1 if expression.is_negative else 1)
-            node = ["int", infinite] if expression.is_infinite else ["float", float(expression)]
-        else:
-            arguments = [self.add(one, symbols) for one in expression.args]
-            node = [type(expression).__name__, *arguments]
-        _check(node, len(self.nodes))
-        self.nodes.append(node)
-        self._numbers[expression] = len(self.nodes) - 1
-        return len(self.nodes) - 1
+            is_infinite = expression.is_infinite
+            return self.node(*(("int", infinite) if is_infinite else ("float", float(expression))))
+        arguments = (self.add(one, symbols) for one in expression.args)
+        return self.node(type(expression).__name__, *arguments)
+
+    def form(self, at: int) -> tuple[Any, ...]:
+        """An expression without its integers."""
+        name, *arguments = self.nodes[at]
+        if name in _LEAVES:
+            return (name, *(arguments if name != "int" else ()))
+        return (name, *map(self.form, arguments))
 
     @classmethod
     def of(cls, nodes: Sequence[Node]) -> Expressions:

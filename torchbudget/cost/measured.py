@@ -14,7 +14,7 @@ import numpy as np
 from torchbudget.cost.padded import PackedCost, packed_options
 from torchbudget.cost.pieces import EXACT, TESTED, Grid, Piece, Probe, first_held
 from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
-from torchbudget.cost.surface import Surface, levels_of
+from torchbudget.cost.surface import Surface, levels_of, moved
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.files import write_whole
 from torchbudget.machine.peaks import Peak
@@ -152,9 +152,11 @@ class MeasuredCost:
         if "time" not in self._tables:
             fixed, each, flop = (1e9 * one for one in self.seconds)
             work = replace(self.work, offset=fixed, scale=flop or 1e-30)
-            rows = work._surface.rows.copy()
+            surface = work._surface
+            rows = surface.rows.copy()
+            rows[:, 0] += math.ceil(each) * surface.starts[:, None]
             rows[:, 1] += math.ceil(each)
-            self._tables["time"] = replace(work._surface, rows=rows)
+            self._tables["time"] = replace(surface, rows=rows)
         found: Surface = self._tables["time"]
         return found
 
@@ -235,7 +237,8 @@ class MeasuredCost:
                 "interpolated, or has terms in n², or other terms for many samples: state a "
                 "PackedCost"
             )
-        options = packed_options(surface.rows, points)
+        pairs = zip(surface.rows, surface.starts.tolist(), strict=True)
+        options = packed_options(np.stack([moved(row, -start) for row, start in pairs]), points)
         return _PackedMeasuredCost(**options, largest=self.largest)
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:

@@ -362,8 +362,8 @@ def packed_options(rows: npt.NDArray[Any], sizes: IntArray) -> dict[str, Any]:
         sizes: shape `(S, d)`.
 
     Raises:
-        CostError: c₀ differs with the size, or c₁ is no polynomial of degree 2 with coefficients of
-            at least 0.
+        CostError: c₀ differs with the size by more than rounding, or c₁ is no polynomial of degree
+            2 with coefficients of at least 0.
     """
     axes = sizes.shape[1]
     pairs = [(i, j) for i in range(axes) for j in range(i, axes)]
@@ -379,7 +379,7 @@ def packed_options(rows: npt.NDArray[Any], sizes: IntArray) -> dict[str, Any]:
             off = np.abs(scaled @ solved - each).max(initial=0)
             if off <= 1:
                 break
-        if np.ptp(constant) or off > 1 + 1e-6 * each.max() or solved.min() < -1 - off:
+        if np.ptp(constant) > 2 or off > 1 + 1e-6 * each.max() or solved.min() < -1 - off:
             raise CostError(
                 "a packed cost must be a constant plus a share of each sample, linear in its size "
                 "and the square, but this step has other terms: state a PackedCost"

@@ -1,14 +1,16 @@
 """The bytes of every shape, monotone, as a table of polynomials in n for each size.
 
-At each size a row is `c₀ + c₁·n + c₂·n²` from one number of samples to another: below, it says
-nothing; above, it stays at its last value. The largest row counts. Each coefficient is the running
-maximum over all shorter sizes, so neither more samples nor longer ones ever cost less.
+At each size a row is `c₀ + c₁·m + c₂·m²` from one number of samples to another, where m is what n
+exceeds the first of them by: below, it says nothing; above, it stays at its last value. The largest
+row counts. Each coefficient is the running maximum over all shorter sizes, so neither more samples
+nor longer ones ever cost less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -27,9 +29,12 @@ _MOST_SIZES: Final = 2**16
 _OF_MANY_AXES: Final = 2**18
 # Pieces are tested at powers of two: a piece that holds at the last one holds for every n.
 _STARTS: Final = tuple(2**k for k in range(21))
+_CHANGES: Final = 3
+_SOME: Final = 64  # sizes at which they are searched
 _ANY_N: Final = 2 * _STARTS[-1]
 _NOTHING: Final = -(2.0**62)
 _LARGE: Final = 2.0**62  # bytes from here on count as too many for any budget
+_LARGE_INT: Final = 2**62
 
 
 def levels_of(smallest: int, largest: int, multiple: int, axes: int) -> IntArray:
@@ -88,29 +93,28 @@ class Surface:
         reached = 0 if grid is None else grid.most
         closer = [round(2 ** (k / 4)) for k in range(4 * reached.bit_length())]
         closer = [min(n, reached) for n in closer]
-        starts = np.array(sorted({*_STARTS, *closer}), np.int64)
+        starts = np.array(sorted({*_STARTS, *closer, *_changes(pieces, points)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
-        owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
-        # A number of samples without a piece, below one that has a piece, costs what that one does.
-        held: Any = (owner < len(pieces)).all(axis=0)
-        later = np.logical_or.accumulate(held[::-1])[::-1]
-        holes = (owner == len(pieces)) & later if grid is None else np.zeros(owner.shape, bool)
+        owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
+        if grid is None:
+            owner = _filled(owner.reshape(-1, len(points)), len(pieces)).reshape(owner.shape)
         shape = tuple(map(len, levels))
-        # The first and the last n of a row; the n that its coefficients count from; the row.
-        found: list[tuple[int, int, int, FloatArray]] = []
+        # The first and the last n of a row, and the row.
+        found: list[tuple[int, int, FloatArray]] = []
         for at, piece in enumerate(pieces):
-            active = ((owner == at) | holes).any(axis=0)
+            active = (owner == at).any(axis=1)
             coefficients = piece.in_n(points) if active.any() else ()
             for first, last in _same_intervals(active):
                 for total in coefficients:
-                    rising = _monotone_in_n(total, int(starts[first]))
+                    rising = moved(total, int(starts[first]))
+                    rising[1:] = np.maximum(rising[1:], 0)
                     row = _running_maximum(rising, active[first], shape)
-                    found.append((int(starts[first]), int(ends[last]), 0, row))
-        missing = ((owner == len(pieces)) & ~holes).any(axis=0)
+                    found.append((int(starts[first]), int(ends[last]), row))
+        missing = (owner == len(pieces)).any(axis=1)
         for k in np.flatnonzero(missing.any(axis=1) & (starts <= reached)).tolist():
             if grid is not None:
                 span = int(starts[k]), min(int(ends[k]) + 1, reached)
-                found.append((*span, span[0], _line(grid, points, missing[k], span, shape)))
+                found.append((*span, _line(grid, points, missing[k], span, shape)))
         traced = np.zeros(len(points), np.int64) if grid is None else grid.known_at(points)
         unknown = missing & (starts[:, None] >= traced)
         before = starts[np.maximum(unknown.argmax(axis=0) - 1, 0)]
@@ -120,18 +124,14 @@ class Surface:
         if not found:
             raise CostError("no shape of the step was measured")
         rows = np.array([row for *_, row in found])
-        bases = np.array([base for *_, base, _ in found])
         rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
-        # Rounded up before a line is moved to n = 0: else its parts would round apart.
-        rows = np.ceil(rows)
-        rows[:, 0] -= rows[:, 1] * bases[:, None]
-        rows = np.clip(rows, _NOTHING, _LARGE).astype(np.int64)
+        rows = np.clip(np.ceil(rows), _NOTHING, _LARGE).astype(np.int64)
         surface = cls(
             tuple(levels),
             np.array([start for start, *_ in found], np.int64),
-            np.array([end for _, end, *_ in found], np.int64),
+            np.array([end for _, end, _ in found], np.int64),
             rows,
             most.ravel(),
             floor,
@@ -150,7 +150,7 @@ class Surface:
             covered = any(
                 self.starts[j] <= self.starts[k]
                 and self.ends[j] >= self.ends[k]
-                and (self.rows[j] >= self.rows[k]).all()
+                and (moved(self.rows[j], self.starts[k] - self.starts[j]) >= self.rows[k]).all()
                 for j in kept
             )
             if not covered:
@@ -183,7 +183,7 @@ class Surface:
         number, column, beyond = np.broadcast_arrays(number, column, beyond)
         rows = self.rows[:, :, column]
         lead = (slice(None), *(None,) * number.ndim)
-        m = np.minimum(number, self.ends[lead])
+        m = np.maximum(np.minimum(number, self.ends[lead]) - self.starts[lead], 0)
         as_float = m.astype(float)
         about = rows[:, 0] + as_float * (rows[:, 1] + as_float * rows[:, 2])
         too_many = about >= _LARGE
@@ -217,13 +217,12 @@ class Surface:
         """The most samples that fit a budget, for each size of the table."""
         room = budget_bytes - self.rows[:, 0]
         each, square = self.rows[:, 1], self.rows[:, 2]
-        n = np.where(room < 0, 0, np.maximum(room, 0) // np.maximum(each, 1))
-        n = np.where((each == 0) & (room >= 0), MAX_BYTES, n)
+        more = np.where(each == 0, _LARGE_INT, np.maximum(room, 0) // np.maximum(each, 1))
         if square.any():
-            n = np.where(square > 0, _largest_root(square, each, room), n)
+            more = np.where(square > 0, _largest_root(square, each, room), more)
         # A row has no value below its first number of samples, and its last value beyond its end.
-        n = np.maximum(n, self.starts[:, None] - 1)
-        n = np.where(n >= self.ends[:, None], MAX_BYTES, n)
+        n = self.starts[:, None] + np.where(room < 0, -1, np.minimum(more, _LARGE_INT))
+        n = np.where(n >= np.minimum(self.ends, _LARGE_INT)[:, None], MAX_BYTES, n)
         most = np.minimum(n.min(axis=0), self.most)
         return most if budget_bytes >= self.empty else np.zeros_like(most)
 
@@ -240,14 +239,10 @@ def _same_intervals(active: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return runs
 
 
-def _monotone_in_n(rows: FloatArray, start: int) -> FloatArray:
-    """Coefficients of a polynomial that is nowhere smaller from a number of samples on."""
-    rows = rows.copy()
-    rows[2] = np.maximum(rows[2], 0)
-    falling = np.minimum(rows[1], 0)
-    rows[0] += falling * start
-    rows[1] -= falling
-    return rows
+def moved(rows: npt.NDArray[Any], by: int) -> npt.NDArray[np.float64]:
+    """The coefficients of a polynomial, `(3, …)`, where n counts from so many more samples."""
+    constant, each, square = rows.astype(float)
+    return np.stack([constant + by * (each + by * square), each + 2 * by * square, square])
 
 
 def _running_maximum(
@@ -264,6 +259,31 @@ def _owners(pieces: Sequence[Piece], numbers: IntArray, points: IntArray) -> Int
     """The first piece that holds for each number of samples, shape `(numbers, sizes)`."""
     every = (np.column_stack([np.full(len(points), min(n, _ANY_N)), points]) for n in numbers)
     return np.stack([first_held(pieces, shapes)[0] for shapes in every])
+
+
+def _changes(pieces: Sequence[Piece], points: IntArray) -> list[int]:
+    """Numbers of samples at which another piece begins, up to `_CHANGES` between powers of two."""
+    some = points[np.linspace(0, len(points) - 1, _SOME).astype(int)]
+    found: list[int] = []
+    for first, end in pairwise(_STARTS):
+        low, high = np.full(len(some), first), np.full(len(some), end)
+        own, last = (first_held(pieces, np.column_stack([n, some]))[0] for n in (low, high - 1))
+        low, high, sizes, own = (one[own != last] for one in (low, high, some, own))
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            is_own = first_held(pieces, np.column_stack([middle, sizes]))[0] == own
+            low, high = np.where(is_own, middle, low), np.where(is_own, high, middle)
+        changes = np.unique(high)
+        count = min(len(changes), _CHANGES)
+        found += changes[np.linspace(0, len(changes) - 1, count).astype(int)].tolist()
+    return found
+
+
+def _filled(owners: IntArray, none: int) -> IntArray:
+    """Shapes without a piece, `(numbers, sizes)`, have that of the next larger number with one."""
+    for later, own in zip(owners[:0:-1], owners[-2::-1], strict=True):
+        own[:] = np.where(own == none, later, own)
+    return owners
 
 
 def _line(

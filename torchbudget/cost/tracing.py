@@ -14,12 +14,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -44,8 +43,7 @@ from torchbudget.cost.as_on_cuda import (
 from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
 from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
-from torchbudget.cost.pieces import Piece, failed_of
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.pieces import Trace
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState, reachable
@@ -65,97 +63,10 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 # Fake tensors of up to so many elements, as a shape has, remember values that were computed from
 # Python numbers alone, as in torch.tensor(x.shape).min(). Larger ones may be masks that are drawn.
 _REMEMBERED: Final = 8
-_MOST_CELLS: Final = 10**7  # of arrays of events by shapes
 
 
 class ValueDependentError(CostError):
     """The step's allocations depend on the values of tensors, not only on their shapes."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trace:
-    """The storages of two steps, and the shapes with this sequence of allocations and frees.
-
-    Attributes:
-        expressions: expressions that the other attributes refer to.
-        sizes: the different sizes of storages in bytes, as numbers of expressions.
-        events: the storage size of each event, an index of `sizes`.
-        signs: +1 if a storage was allocated, −1 if it was freed.
-        starts: the event at which the second step begins, and the number of events.
-        conditions: expressions that are true for these shapes.
-        fixed: the value of each coordinate that has no symbol, `None` of others.
-        granularity: each storage takes a multiple of it, in bytes.
-        flops: floating-point operations of the second step, as an expression.
-        assumed: how often the step branched on a value of a tensor, taken as `False`.
-        seconds: of computing that it took.
-    """
-
-    expressions: Expressions
-    sizes: tuple[int, ...]
-    events: IntArray
-    signs: IntArray
-    starts: tuple[int, int]
-    conditions: tuple[int, ...]
-    fixed: tuple[int | None, ...]
-    granularity: int
-    flops: int
-    assumed: int = 0
-    seconds: float = 0.0
-
-    def living(self, shapes: npt.ArrayLike) -> IntArray:
-        """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        values = self.expressions.evaluate(shapes, self.sizes)
-        sizes = np.array([np.broadcast_to(one, len(shapes)) for one in values], np.int64)
-        blocks = -(-sizes // self.granularity) * self.granularity
-        living: IntArray = np.cumsum(blocks[self.events] * self.signs[:, None], axis=0)
-        return living
-
-    def peaks(self, shapes: npt.ArrayLike) -> IntArray:
-        """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
-        peaks: IntArray = self.living(shapes).max(axis=0)
-        return peaks
-
-    def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
-        return failed_of(self.expressions, self.fixed, self.conditions, shapes)
-
-    @property
-    def equalities(self) -> list[int]:
-        """The rows of `failed` that are equalities: a loop's count, a symbol turned into a number.
-
-        A coordinate that is fixed to 1 is none: torch only takes another kernel there.
-        """
-        nodes = self.expressions.nodes
-        rows = enumerate(self.conditions, start=len(self.fixed))
-        return [row for row, at in rows if nodes[at][0] == "Equality"]
-
-    def piece(self, shapes: npt.ArrayLike, harmless: Iterable[tuple[int, ...]]) -> Piece:
-        """Keep the running sums that are the peak at one of many shapes, `(S, d)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        tops: set[int] = set()
-        for some in np.array_split(shapes, 1 + len(shapes) * len(self.events) // _MOST_CELLS):
-            tops.update(self.living(some).argmax(axis=0).tolist())
-        sums = set()
-        for top in tops:
-            counts = np.bincount(self.events[: top + 1], self.signs[: top + 1])
-            used = np.flatnonzero(counts).tolist()
-            sums.add(tuple((self.sizes[k], int(counts[k])) for k in used))
-        return Piece(
-            nodes=tuple(self.expressions.nodes),
-            sums=tuple(sorted(sums)),
-            conditions=self.conditions,
-            fixed=self.fixed,
-            harmless=tuple(sorted(harmless)),
-            granularity=self.granularity,
-            flops=self.flops,
-        )
-
-    def same(self, other: Trace, shape: Shape) -> bool:
-        """Whether another trace has the same storages at a shape, in the same order."""
-        return len(self.events) == len(other.events) and np.array_equal(
-            self.living([shape]), other.living([shape])
-        )
 
 
 class Tracer:
@@ -219,6 +130,8 @@ class Tracer:
         env = ShapeEnv(
             duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
+        # Sizes keep a symbol that the step turns into a number, as the turns of a loop.
+        env._set_replacement = lambda *_: None  # type: ignore[method-assign]
         coordinates: list[Any] = []
         for at, value in enumerate(shape):
             source: Any = sources.ConstantSource(f"c{at}")
@@ -408,7 +321,8 @@ class _Counter(TorchDispatchMode):
         # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
         # Python may ask for more, as `expand`, whose C++ takes only numbers.
         self._python = nullcontext if env is None else enable_python_dispatcher
-        self.events: list[tuple[Any, int]] = []  # bytes, an int or an expression; sign
+        # Bytes, an int or an expression; sign; the event that allocated the storage.
+        self.events: list[tuple[Any, int, int]] = []
         self.flops: Any = 0
         self.assumed = self.integers = 0
         self._living: dict[int, weakref.ref[Any]] = {}
@@ -426,14 +340,15 @@ class _Counter(TorchDispatchMode):
         """Return the recorded trace."""
         expressions = Expressions()
         numbers: dict[Any, int] = {}
-        events = [numbers.setdefault(size, len(numbers)) for size, _ in self.events]
+        events = [numbers.setdefault(size, len(numbers)) for size, *_ in self.events]
         guards = [] if env is None else dict.fromkeys(one.expr for one in env.guards)
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
         return Trace(
             expressions,
             tuple(expressions.add(size, symbols) for size in numbers),
             np.array(events, np.int64),
-            np.array([sign for _, sign in self.events], np.int64),
+            np.array([sign for _, sign, _ in self.events], np.int64),
+            np.array([made for *_, made in self.events], np.int64),
             starts,
             tuple(expressions.add(guard, symbols) for guard in guards),
             tuple(
@@ -455,14 +370,14 @@ class _Counter(TorchDispatchMode):
             return
         size: Any = storage.nbytes()
         size = size.node.expr if isinstance(size, torch.SymInt) else int(size)
-        living, events = self._living, self.events
+        living, events, made = self._living, self.events, len(self.events)
 
         def freed(_: Any) -> None:
             del living[key]
-            events.append((size, -1))
+            events.append((size, -1, made))
 
         living[key] = weakref.ref(storage, freed)
-        events.append((size, +1))
+        events.append((size, +1, made))
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Never count a fake tensor, which stands for an array of NumPy."""
