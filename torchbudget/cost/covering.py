@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise, product
 from typing import Final
 
@@ -26,6 +25,7 @@ from torchbudget.cost.pieces import (
     continued,
     first_held,
     goes_on,
+    joined,
 )
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
@@ -64,6 +64,8 @@ _HELD_OUT: Final = 128
 _LEAST_HELD_OUT: Final = 12  # if time is up
 # Larger numbers of samples that are tried for a shape without a piece.
 _TRIED: Final = 16
+# Numbers of turns are so far apart that one turn less is not the other number.
+_APART: Final = 3
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
 # Numbers of samples that are searched for other peaks: another sum may be the largest there.
@@ -99,9 +101,8 @@ class Covering:
     reason: str = ""
     _first: Trace | None = None
     _num_held_out: int = 0
-    _recipe: Recipe | None = None  # None once n cannot be a symbol
-    _symbolic: dict[tuple[int, ...], Piece] = field(default_factory=dict)
-    _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
+    _symbolic: dict[Shape, Trace] = field(default_factory=dict)
+    _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
     # The most samples of a size before its traces were given up.
@@ -131,7 +132,7 @@ class Covering:
             if recipe is None:
                 self.subject.warn(f"shapes are measured one by one, which takes minutes: {error}")
         if not self._is_covered(shapes, left):
-            self._make_grid(recipe, shapes[left])
+            self._make_grid(shapes[left])
         trace = self._first or next(iter(self._concrete.values()))
         self._note_what_is_left(trace, shapes[0])
 
@@ -153,11 +154,10 @@ class Covering:
             if trace is None:
                 return
             before = int(left.sum())
-            piece = trace.piece(every)
-            with suppress(UntraceableError, ValueDependentError):
-                piece, few = self._continued(recipe, trace, shape, shapes, every)
+            piece, near = self._continued(recipe, trace, shape, shapes, every)
+            few &= near
             left &= piece.holds(shapes) == NOT_HELD
-            piece = self._tested(piece, shapes, few, left)
+            piece = self._tested(piece, shapes, near, left)
             held = every[piece.holds(every) != NOT_HELD]
             if len(held):
                 self.pieces.append(piece.kept(held))
@@ -199,24 +199,96 @@ class Covering:
     def _continued(
         self, recipe: Recipe, trace: Trace, shape: Shape, shapes: IntArray, every: IntArray
     ) -> tuple[Piece, npt.NDArray[np.bool_]]:
-        """The piece of any number of turns, and at which shapes there are few.
+        """The piece of a trace, and for which shapes a trace takes about as long.
+
+        If an expression has one value in the trace, as the number of a loop's turns, the piece
+        is one of any value, if that is found by further traces.
+        """
+        rows, freed = [*trace.equalities], trace
+        for row, (at, own) in trace.equalities.items():
+            with suppress(UntraceableError, ValueDependentError):
+                one = self._freed(recipe, trace, row, shape, shapes)
+                further = self._further(trace, [row], shape, shapes)
+                other = self._freed(recipe, self._traced(recipe, further), row, further, shapes)
+                piece, whole = continued(one, other, every)
+                self._check_whole(recipe, trace, rows, shape, shapes, whole)
+                piece.in_n(np.array([shape[1:]]))
+                self.subject.advance(1)
+                [turns] = trace.expressions.evaluate(shapes, [at])
+                return piece, turns <= _FEW * own
+        for row in rows:
+            with suppress(UntraceableError, ValueDependentError):
+                further = self._further(trace, [row], shape, shapes)
+                one = joined(freed, self._traced(recipe, further))
+                self._check_whole(recipe, trace, [row], shape, shapes, one.whole())
+                freed = one
+        return freed.piece(every), np.ones(len(shapes), bool)
+
+    def _freed(
+        self, recipe: Recipe, trace: Trace, kept: int, shape: Shape, shapes: IntArray
+    ) -> Trace:
+        """The trace for any value of each expression that has one value in it, but for one."""
+        found = trace
+        for row in trace.equalities:
+            if row != kept:
+                further = self._further(trace, [row], shape, shapes)
+                found = joined(found, self._traced(recipe, further))
+        return found
+
+    def _traced(self, recipe: Recipe, shape: Shape) -> Trace:
+        """A symbolic trace, kept."""
+        if shape not in self._symbolic:
+            self._symbolic[shape] = self.tracer.symbolic(recipe, shape)
+        return self._symbolic[shape]
+
+    def _check_whole(
+        self,
+        recipe: Recipe,
+        trace: Trace,
+        rows: list[int],
+        shape: Shape,
+        shapes: IntArray,
+        whole: Piece,
+    ) -> None:
+        """Compare all storages with those of one more trace, far from the others.
 
         Raises:
-            UntraceableError: the trace is not one of a loop, or its turns are not alike.
+            UntraceableError: they differ: what differs between traces does not grow evenly.
         """
-        _, turns, own = trace.loop
-        n = np.arange(1, 4 * shape[0])[:, None]
-        near = np.concatenate([shapes, np.hstack([n, np.tile(shape[1:], (len(n), 1))])])
-        numbers = np.broadcast_to(trace.expressions.evaluate(near, [turns])[0], len(near))
-        if not (numbers > own).any():
-            raise UntraceableError("no loop has more turns")
-        further = near[numbers == numbers[numbers > own].min()]
-        middle = tuple(np.median(further, axis=0).astype(int).tolist())
-        other = self.tracer.symbolic(recipe, _distinct(middle, further))
-        piece, _ = continued(trace, other, every)
-        piece.in_n(np.array([shape[1:]]))
-        self.subject.advance(1)
-        return piece, numbers[: len(shapes)] <= _FEW * own
+        far = self._further(trace, rows, shape, shapes, whole)
+        if self._traced(recipe, far).allocated(far) != whole.bytes_at([far])[0]:
+            raise UntraceableError("what differs between traces does not grow evenly")
+
+    def _further(
+        self,
+        trace: Trace,
+        rows: list[int],
+        shape: Shape,
+        shapes: IntArray,
+        whole: Piece | None = None,
+    ) -> Shape:
+        """A shape at which some expressions have larger values, and others the same.
+
+        The next larger; with the piece of all storages, the largest up to a multiple at which its
+        other conditions hold.
+        """
+        n = np.arange(1, 4 * shape[0])
+        along_n = np.column_stack([n, np.tile(shape[1:], (len(n), 1))])
+        along_sizes = np.insert(np.unique(shapes[:, 1:], axis=0), 0, shape[0], axis=1)
+        near = np.concatenate([shapes, along_sizes, along_n])
+        wanted, own = zip(*trace.equalities.values(), strict=True)
+        more = np.array(trace.expressions.evaluate(near, wanted)) - np.array(own)[:, None]
+        moved = np.isin([*trace.equalities], rows)[:, None]
+        right = np.where(moved, more >= _APART, more == 0).all(axis=0)
+        if whole is not None:
+            most = np.maximum((_FEW - 1) * np.array(own), 2 * _APART)
+            right &= (more <= most[:, None]).all(axis=0)
+            right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
+        if not right.any():
+            raise UntraceableError("no shape has more turns of the loop")
+        near, more = near[right], more.sum(axis=0)[right]
+        near = near[more == (more.min() if whole is None else more.max())]
+        return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
     def _tested(
         self,
@@ -286,12 +358,11 @@ class Covering:
 
     # The grid.
 
-    def _make_grid(self, recipe: Recipe | None, left: IntArray) -> None:
+    def _make_grid(self, left: IntArray) -> None:
         """Trace columns, and further ones between two that predict their middle badly."""
         self._deadline = time.process_time() + self.seconds
         domain = self.subject.domain
         sizes = domain.nodes(3 if domain.axes < 3 else 2)
-        self._recipe = recipe
         done: set[tuple[int, int, int]] = set()
         while True:
             grid = self.grid = self._grid_of(sizes)
@@ -347,7 +418,7 @@ class Covering:
         ends = tuple(self._ends.get(size, self.most_n) for size in every)
         return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, ends=ends)
 
-    def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, float]:
+    def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, int]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
 
         Args:
@@ -355,8 +426,7 @@ class Covering:
             also: a number that is one of them.
         """
         known = self._columns.setdefault(size, {})
-        value = partial(self._value, size)
-        known.update({n: value(n) for n in (1, 2, also) if n not in known})
+        known.update({n: self._at((n, *size)) for n in (1, 2, also) if n not in known})
         low, high = sorted(known)[-2:]
         most = min(self.most_n, self.subject.most_samples(size))
         while known[high] < self.room and high < most:
@@ -369,7 +439,7 @@ class Covering:
             try:
                 if trace is not None and trace.seconds * high > limit * low:
                     raise UntraceableError("the trace would take too long")
-                known[high] = value(high, limit)
+                known[high] = self._at((high, *size), limit)
             except UntraceableError:  # it loops over samples, or over their parts
                 self._ends[size] = low
                 break
@@ -379,33 +449,11 @@ class Covering:
             middle = round((low * high) ** 0.5)
             if high > _NEAR * low and known[low] < self.room:
                 found = along((low, high), (known[low], known[high]), [middle])
-                known[middle] = value(middle)
+                known[middle] = self._at((middle, *size))
                 if self._off(found, np.array([known[middle]])) > 1:
                     intervals += [(low, middle), (middle, high)]
         self._columns[size] = dict(sorted(known.items()))
         return self._columns[size]
-
-    def _value(self, size: tuple[int, ...], n: int, most_seconds: float = math.inf) -> float:
-        """Bytes of a shape, by a trace with n as a symbol if one holds there.
-
-        Raises:
-            UntraceableError: it takes too long.
-        """
-        if self._recipe is not None and size not in self._symbolic:
-            first = next(one for one in (11, 13, 17, 19) if one not in size)
-            try:
-                trace = self.tracer.symbolic(self._recipe, (first, *size))
-                numbers = np.geomspace(1, self.most_n, _DRAWN // 4).astype(int)
-                self._symbolic[size] = trace.piece([(n, *size) for n in numbers])
-                if not self._symbolic[size].holds([(2 * first + 1, *size)])[0]:
-                    self._recipe = None
-            except (UntraceableError, ValueDependentError) as error:
-                self.reason, self._recipe = str(error), None
-            self.subject.advance(1)
-        piece = self._symbolic.get(size)
-        if piece is None or not piece.holds([(n, *size)])[0]:
-            return float(self._at((n, *size), most_seconds))
-        return float(piece.bytes_at([(n, *size)])[0])
 
     def _hold_out(self, grid: Grid, left: IntArray) -> tuple[float, Shape]:
         """Raise the grid by the largest error on shapes that are no nodes.

@@ -120,12 +120,12 @@ class Expressions:
         arguments = (self.add(one, symbols) for one in expression.args)
         return self.node(type(expression).__name__, *arguments)
 
-    def form(self, at: int) -> tuple[Any, ...]:
-        """An expression without its integers."""
+    def form(self, at: int, *, integers: bool = False) -> tuple[Any, ...]:
+        """An expression as nested tuples, without or with its integers."""
         name, *arguments = self.nodes[at]
         if name in _LEAVES:
-            return (name, *(arguments if name != "int" else ()))
-        return (name, *map(self.form, arguments))
+            return (name, *(arguments if integers or name != "int" else ()))
+        return (name, *(self.form(one, integers=integers) for one in arguments))
 
     @classmethod
     def of(cls, nodes: Sequence[Node]) -> Expressions:

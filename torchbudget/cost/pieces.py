@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.batch_recipe import Shape
 from torchbudget.cost.expressions import Expressions, Node, UntraceableError
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
+
+Total: TypeAlias = tuple[tuple[int, int], ...]  # expressions of storages, and their numbers
 
 # Results of a piece for a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
@@ -69,7 +70,7 @@ class Piece:
     """
 
     nodes: tuple[Node, ...]
-    sums: tuple[tuple[tuple[int, int], ...], ...]
+    sums: tuple[Total, ...]
     conditions: tuple[int, ...]
     fixed: tuple[int | None, ...]
     harmless: tuple[tuple[int, ...], ...]
@@ -196,14 +197,23 @@ class Trace:
     assumed: int = 0
     seconds: float = 0.0
 
-    def living(self, shapes: npt.ArrayLike) -> IntArray:
-        """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
+    def changes(self, shapes: npt.ArrayLike) -> IntArray:
+        """Bytes that each event adds at each shape, `(S, d)`: shape `(events, S)`."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         values = self.expressions.evaluate(shapes, self.sizes)
         sizes = np.array([np.broadcast_to(one, len(shapes)) for one in values], np.int64)
         blocks = -(-sizes // self.granularity) * self.granularity
-        living: IntArray = np.cumsum(blocks[self.events] * self.signs[:, None], axis=0)
+        changes: IntArray = blocks[self.events] * self.signs[:, None]
+        return changes
+
+    def living(self, shapes: npt.ArrayLike) -> IntArray:
+        """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
+        living: IntArray = np.cumsum(self.changes(shapes), axis=0)
         return living
+
+    def allocated(self, shape: tuple[int, ...]) -> int:
+        """Bytes of all storages together that are allocated at some time."""
+        return int(np.maximum(self.changes([shape]), 0).sum())
 
     def peaks(self, shapes: npt.ArrayLike) -> IntArray:
         """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
@@ -211,20 +221,14 @@ class Trace:
         return peaks
 
     @property
-    def loop(self) -> tuple[int, int, int]:
-        """The row of the one condition that is an equality, and its expression and number.
-
-        Raises:
-            UntraceableError: there is none, or there are several.
-        """
-        nodes = self.expressions.nodes
-        rows = [row for row, at in enumerate(self.conditions) if nodes[at][0] == "Equality"]
-        if len(rows) != 1:
-            raise UntraceableError("there is not one loop")
-        _, turns, number = nodes[self.conditions[rows[0]]]
-        if nodes[number][0] != "int":
-            raise UntraceableError("the number of turns is no number")
-        return rows[0], turns, nodes[number][1]
+    def equalities(self) -> dict[int, tuple[int, int]]:
+        """The conditions that an expression has one value: the expression and the value, by row."""
+        found, nodes = {}, self.expressions.nodes
+        for row, at in enumerate(self.conditions):
+            name, *parts = nodes[at]
+            if name == "Equality" and nodes[parts[1]][0] == "int":
+                found[row] = parts[0], nodes[parts[1]][1]
+        return found
 
     def piece(self, shapes: npt.ArrayLike) -> Piece:
         """Keep the running sums that are the peak at one of many shapes, `(S, d)`."""
@@ -247,25 +251,41 @@ class Trace:
             flops=self.flops,
         )
 
-    def forms(self, known: dict[Any, int]) -> list[int]:
-        """A number for each event: the same for all whose bytes differ in integers alone.
+    def whole(self) -> Piece:
+        """The bytes of all storages that are allocated at some time, as a piece."""
+        counts = np.bincount(self.events[self.signs > 0])
+        total = zip(self.sizes, counts.tolist(), strict=False)
+        return replace(self.piece([[2] * len(self.fixed)]), sums=(tuple(total),))
 
-        Args:
-            known: numbers of forms; new ones are added.
-        """
-        forms = (self.expressions.form(at) for at in self.sizes)
-        numbers = np.array([known.setdefault(form, 1 + len(known)) for form in forms])
-        signed: list[int] = (self.signs * numbers[self.events]).tolist()
-        return signed
-
-    def same(self, other: Trace, shape: Shape) -> bool:
+    def same(self, other: Trace, shape: tuple[int, ...]) -> bool:
         """Whether another trace has the same storages at a shape, in the same order."""
         return len(self.events) == len(other.events) and np.array_equal(
             self.living([shape]), other.living([shape])
         )
 
 
-def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, int]:
+def joined(one: Trace, other: Trace) -> Trace:
+    """The trace for any value of what has one value in each trace: all numbers are linear in it.
+
+    Raises:
+        UntraceableError: they differ in more than numbers.
+    """
+    turns = _Turns(one, other)
+    if not np.array_equal(one.signs, other.signs):
+        raise UntraceableError("the traces have other storages")
+    pairs = [*zip(one.events.tolist(), other.events.tolist(), strict=True)]
+    kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
+    return replace(
+        one,
+        sizes=tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in kinds),
+        events=np.array([kinds[pair] for pair in pairs]),
+        conditions=turns.conditions(is_loop=False),
+        flops=turns.of(one.flops, other.flops),
+        expressions=turns.joined,
+    )
+
+
+def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, Piece]:
     """A loop of any number of turns, from traces of two numbers of them.
 
     All events of the first trace are found in the second one, which has more turns somewhere
@@ -277,17 +297,40 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, i
         shapes: of which each has its peak among the sums that are kept, `(S, d)`.
 
     Returns:
-        The piece, and its expression for the number of turns.
+        The piece, and one whose bytes are those of all storages that are allocated at some time.
 
     Raises:
         UntraceableError: the traces differ in another way.
     """
     turns = _Turns(one, other)
+    last = len(other.events) - 1
+    mine, its = _alike(one, other)
+    places, late = _places(mine, its), _places(mine[::-1], its[::-1])
+    (whole, sums), (_, others) = turns.sums(places), turns.sums(last - late[::-1])
+    piece = Piece(
+        conditions=turns.conditions(is_loop=True),
+        flops=turns.of(one.flops, other.flops),
+        nodes=tuple(turns.joined.nodes),
+        sums=tuple(sorted(sums | others)),
+        fixed=one.fixed,
+        harmless=(),
+        granularity=one.granularity,
+    )
+    return piece.kept(shapes), replace(piece, sums=(whole,))
+
+
+def _alike(*traces: Trace) -> list[list[int]]:
+    """A number for each event: the same for equal bytes, or for those that differ in integers."""
+    sizes = [[one.expressions.form(at, integers=True) for at in one.sizes] for one in traces]
+    both = set.intersection(*map(set, sizes))
     known: dict[Any, int] = {}
-    mine, its = one.forms(known), other.forms(known)
-    last = len(its) - 1
-    sums = turns.sums(_places(mine, its)) | turns.sums(last - _places(mine[::-1], its[::-1])[::-1])
-    return turns.piece(tuple(sorted(sums))).kept(shapes), turns.number
+    found = []
+    for trace, its in zip(traces, sizes, strict=True):
+        forms = map(trace.expressions.form, trace.sizes)
+        keys = [size if size in both else form for size, form in zip(its, forms, strict=True)]
+        numbers = np.array([known.setdefault(key, 1 + len(known)) for key in keys])
+        found.append((trace.signs * numbers[trace.events]).tolist())
+    return found
 
 
 def _places(one: list[int], other: list[int]) -> IntArray:
@@ -310,29 +353,34 @@ def _places(one: list[int], other: list[int]) -> IntArray:
 
 
 class _Turns:
-    """Joins the expressions of two traces that differ in the number of a loop's turns."""
+    """Joins two traces that differ in the value of one expression, as in a loop's turns.
+
+    Attributes:
+        joined: the expressions for any value.
+    """
 
     def __init__(self, one: Trace, other: Trace) -> None:
-        self.one, self.other, self.joined = one, other, Expressions()
-        self._row, turns, self._first = one.loop
-        row, others, second = other.loop
+        self._one, self._other, self.joined = one, other, Expressions()
+        mine, its = one.equalities, other.equalities
+        rows = [row for row in mine if row in its and mine[row][1] != its[row][1]]
         conditions = len(one.conditions), len(other.conditions)
-        if row != self._row or one.fixed != other.fixed or conditions[0] != conditions[1]:
+        if len(rows) != 1 or one.fixed != other.fixed or conditions[0] != conditions[1]:
             raise UntraceableError("the traces have other conditions")
-        self._more = 0
-        self.number = self._of(turns, others)
+        [self._row], self._more = rows, 0
+        (turns, self._first), (same, second) = mine[self._row], its[self._row]
+        self._number = self.of(turns, same)
         self._more = second - self._first
 
-    def _of(self, at: int, its: int) -> int:
+    def of(self, at: int, its: int) -> int:
         """The expression that is one in the first trace, and another in the second."""
-        mine, others = self.one.expressions, self.other.expressions
+        mine, others = self._one.expressions, self._other.expressions
         if mine.form(at) != others.form(its):
             raise UntraceableError("the traces have other expressions")
         (name, *parts), (_, *same) = mine.nodes[at], others.nodes[its]
         if name == "int":
             return self._rising(parts[0], same[0])
         is_leaf = name in ("symbol", "float")
-        return self.joined.node(name, *(parts if is_leaf else map(self._of, parts, same)))
+        return self.joined.node(name, *(parts if is_leaf else map(self.of, parts, same)))
 
     def _rising(self, first: int, second: int) -> int:
         """A number that grows in each turn."""
@@ -342,16 +390,31 @@ class _Turns:
         if not self._more or (second - first) % self._more:
             raise UntraceableError("a number does not grow in each turn")
         each = (second - first) // self._more
-        grown = node("Mul", node("int", each), self.number)
+        grown = node("Mul", node("int", each), self._number)
         return node("Add", node("int", first - each * self._first), grown)
 
-    def sums(self, places: IntArray) -> set[tuple[tuple[int, int], ...]]:
-        """The storages that live after each allocation.
+    def conditions(self, *, is_loop: bool) -> tuple[int, ...]:
+        """The conditions of both traces: instead of the equality two, that its ends hold.
+
+        Either may fail, if traces show that it does not matter. But a loop has no third turn if it
+        has two: there, fewer turns are an equality, too.
+        """
+        node = self.joined.node
+        first, number = node("int", self._first), self._number
+        least = node("Equality", node("Min", number, first), first)
+        ends = node("LessThan", number, first), node("GreaterThan", number, first)
+        both = [*zip(self._one.conditions, self._other.conditions, strict=True)]
+        del both[self._row]
+        same = (self.of(at, its) for at, its in both)
+        return (*same, ends[0], least if is_loop else ends[1])
+
+    def sums(self, places: IntArray) -> tuple[Total, set[Total]]:
+        """All storages together, and those that live after each allocation.
 
         Args:
             places: for each event of the first trace, the one of the second.
         """
-        one, other, blocks = self.one, self.other, self.joined.node("int", self.one.granularity)
+        one, other = self._one, self._other
         made = np.flatnonzero(one.signs > 0)
         pairs = [*zip(one.events[made].tolist(), other.events[places[made]].tolist(), strict=True)]
         kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
@@ -361,49 +424,39 @@ class _Turns:
             raise UntraceableError("a turn of the loop has other storages")
         own, its = np.zeros_like(one.events), np.array([alike[k] for k in other.events.tolist()])
         own[made] = its[places[made]] = [kinds[pair] for pair in pairs]
-        before = _living(own[one.made], one.signs, len(kinds))[made]
-        grown = _living(its[other.made], other.signs, len(kinds))[places[made]] - before
+        mine = _counts(own[one.made], one.signs, len(kinds))
+        others = _counts(its[other.made], other.signs, len(kinds))
+        before = np.vstack([np.maximum(mine, 0).sum(axis=0), mine.cumsum(axis=0)[made]])
+        after = [np.maximum(others, 0).sum(axis=0), others.cumsum(axis=0)[places[made]]]
+        grown = np.vstack(after) - before
         if (grown % self._more).any():
             raise UntraceableError("the number of storages does not grow in each turn")
-        found = set()
-        expressions = [self._of(one.sizes[a], other.sizes[b]) for a, b in kinds]
-        for counts in np.unique(np.hstack([before, grown]), axis=0).tolist():
-            each = zip(expressions, counts[: len(kinds)], counts[len(kinds) :], strict=True)
-            total = []
-            for at, number, more in each:
-                if more:
-                    whole = self.joined.node("Mul", blocks, self.joined.node("CeilDiv", at, blocks))
-                    rising = self._rising(number, number + more)
-                    total.append((self.joined.node("Mul", rising, whole), 1))
-                elif number:
-                    total.append((at, number))
-            found.add(tuple(total))
-        return found
-
-    def piece(self, sums: tuple[tuple[tuple[int, int], ...], ...]) -> Piece:
-        """The piece of some sums."""
-        both = [*zip(self.one.conditions, self.other.conditions, strict=True)]
-        del both[self._row]
-        first = self.joined.node("int", self._first)
-        # Together they are the equality; but one of them may fail, if traces show it.
-        ends = [self.joined.node(name, self.number, first) for name in ("LessThan", "GreaterThan")]
-        return Piece(
-            conditions=(*ends, *(self._of(at, its) for at, its in both)),
-            flops=self._of(self.one.flops, self.other.flops),
-            nodes=tuple(self.joined.nodes),
-            sums=sums,
-            fixed=self.one.fixed,
-            harmless=(),
-            granularity=self.one.granularity,
+        expressions = [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
+        moments = np.hstack([before, before + grown])
+        rows = [moments[0], *np.unique(moments[1:], axis=0)]
+        whole, *found = (
+            self._total(expressions, row[: len(kinds)], row[len(kinds) :]) for row in rows
         )
+        return whole, set(found)
+
+    def _total(self, expressions: list[int], numbers: IntArray, others: IntArray) -> Total:
+        """The sum of so many storages of each kind in the first trace, and others in the second."""
+        node, pairs = self.joined.node, []
+        blocks = node("int", self._one.granularity)
+        for at, number, other in zip(expressions, numbers.tolist(), others.tolist(), strict=True):
+            if number == other:
+                pairs.append((at, number))
+            else:
+                whole = node("Mul", blocks, node("CeilDiv", at, blocks))
+                pairs.append((node("Mul", self._rising(number, other), whole), 1))
+        return tuple(pair for pair in pairs if pair[1])
 
 
-def _living(kinds: IntArray, signs: IntArray, number: int) -> IntArray:
-    """How many storages of each kind live after each event: shape `(events, kinds)`."""
-    each = np.zeros((len(kinds), number), np.int64)
-    each[np.arange(len(kinds)), kinds] = signs
-    living: IntArray = each.cumsum(axis=0)
-    return living
+def _counts(kinds: IntArray, signs: IntArray, number: int) -> IntArray:
+    """How many storages of each kind every event adds: shape `(events, kinds)`."""
+    counts = np.zeros((len(kinds), number), np.int64)
+    counts[np.arange(len(kinds)), kinds] = signs
+    return counts
 
 
 def first_held(pieces: Sequence[Piece], shapes: IntArray) -> tuple[IntArray, npt.NDArray[np.int8]]:
