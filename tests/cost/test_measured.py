@@ -145,7 +145,7 @@ def test_a_traced_cost_is_cautioned_of() -> None:
 
 def test_everything_is_saved(tmp_path: Path) -> None:
     """Expressions, grid, time and probes come back, and say the same."""
-    grid = Grid(((1, 9),), ((1, 4), ()), ((1.0, 5.0), ()), 4, False, 4, 0.1, 2.0)
+    grid = Grid(((1, 9),), ((1, 4), ()), ((1.0, 5.0), ()), 4, 4, 0.1, 2.0)
     probes = (Probe(8, (100,), 1000, False, "run", 0.25), Probe(2, (9,), 7, True, "trace"))
     for either in (None, grid):
         cost = measured(
@@ -171,7 +171,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     read = json.loads(path.read_text())
     read["pieces"][0]["nodes"][1] = ["eval", "print(1)"]
     others = [
-        ({**read, "format": 1}, "format 1 is not 4; measure again"),
+        ({**read, "format": 1}, "format 1 is not 5; measure again"),
         (read, "no rule to evaluate"),
         ({}, "not a saved cost"),
         ([], "not a saved cost"),

@@ -75,12 +75,8 @@ def costs(draw: st.DrawFn, axes: int = 1, largest: int = LARGEST) -> MeasuredCos
             values = np.maximum(np.round(grown), floor)
         raised = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 1e5]))
         reached = draw(st.sampled_from([MAX_BYTES, 10**6]))
-        ends = tuple(draw(st.sampled_from([16, 64])) for _ in values)
         columns = tuple(map(tuple, values.tolist()))
-        grid = Grid(
-            sizes, (numbers,) * len(columns), columns, 64, draw(st.booleans()), reached, *raised,
-            ends=ends,
-        )  # fmt: skip
+        grid = Grid(sizes, (numbers,) * len(columns), columns, 64, reached, *raised)
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(largest,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),
@@ -160,22 +156,13 @@ def test_outside_of_the_domain() -> None:
         10**6,
         MAX_BYTES,
     ]
-    one = Grid(((1, 100),), ((0, 1),) * 2, ((5.0, 6.0), (5.0, 9.0)), 1, False)
+    one = Grid(((1, 100),), ((0, 1),) * 2, ((5.0, 6.0), (5.0, 105.0)), 1)
     alone = measured(pieces=(), grid=one, largest=(100,))
-    assert alone.batch_bytes([1, 1, 2], [1, 100, 1]).tolist() == [6, 9, MAX_BYTES]
-    assert alone.capacity([1, 100, 100], [2**40, 9, 8]).tolist() == [1, 1, 0]
+    assert alone.batch_bytes([1, 1, 2], [1, 100, 1]).tolist() == [6, 105, MAX_BYTES]
+    assert alone.capacity([1, 100, 100], [2**40, 105, 104]).tolist() == [1, 1, 0]
     two = measured(PaddedCost(unit_bytes=(1, 2)))
     with pytest.raises(CostError, match=r"2 axes: expected sizes of shape \(…, 2\), got \(3,\)"):
         two.capacity([1, 2, 3], 100)
-
-
-def test_columns_that_were_not_traced_to_the_end_go_on_along_a_line() -> None:
-    """Not those that are flat, as on the floor of the optimizer, or bent, or of two numbers."""
-    numbers = ((1, 4, 8, 16),) * 3 + ((1, 4),)
-    values = ((5.0, 20.0, 40.0, 80.0), (9.0,) * 4, (5.0, 20.0, 40.0, 81.0), (5.0, 20.0))
-    grid = Grid(((1, 2, 3, 4),), numbers, values, 512, ends=(16, 16, 16, 4)).extended()
-    assert grid.ends == (512, 16, 16, 4)
-    assert grid.bytes_at([(400, 1)]).tolist() == [2000.0]
 
 
 def test_pieces_that_meet() -> None:

@@ -24,13 +24,12 @@ from torchbudget.cost.pieces import (
     along,
     continued,
     first_held,
-    goes_on,
     joined,
 )
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
@@ -55,9 +54,6 @@ _NEAR: Final = 1.5
 # long as numbers; a loss of 230 chunks takes 6 s.
 _LOOPING: Final = 16
 _LEAST_SECONDS: Final = 0.5
-# A column that goes on along a line is traced no further if a trace takes this share of a grid's
-# seconds.
-_ONE_TRACE: Final = 1 / 8
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
 # too low elsewhere; that of an LSTM was 1.0 % too low with 24, 0.3 % with 64, 0.1 % with 128.
 _HELD_OUT: Final = 128
@@ -105,8 +101,7 @@ class Covering:
     _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
-    # The most samples of a size before its traces were given up.
-    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _reached: int = MAX_BYTES  # the least bytes whose trace was the last one that was not too slow
 
     def cover(self) -> None:
         """Trace until every shape of the domain is held by a piece or in the grid.
@@ -414,9 +409,7 @@ class Covering:
         columns = [self._columns[size] for size in every]
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
-        by_area = self.grid is None or self.grid.by_area
-        ends = tuple(self._ends.get(size, self.most_n) for size in every)
-        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, by_area, ends=ends)
+        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, self._reached)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, int]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
@@ -434,14 +427,12 @@ class Covering:
             aim = high + (self.room - known[high]) / slope
             low, high = high, int(min(max(aim, 2 * high), 4 * high, most))
             trace, limit = self._concrete.get((low, *size)), self._limit(size)
-            if goes_on(*zip(*sorted(known.items()), strict=True)):
-                limit = min(limit, _ONE_TRACE * self.seconds)
             try:
                 if trace is not None and trace.seconds * high > limit * low:
                     raise UntraceableError("the trace would take too long")
                 known[high] = self._at((high, *size), limit)
             except UntraceableError:  # it loops over samples, or over their parts
-                self._ends[size] = low
+                self._reached = min(self._reached, known[low])
                 break
         intervals = list(pairwise(sorted(known)))
         while intervals and self._has_time():
@@ -458,13 +449,10 @@ class Covering:
     def _hold_out(self, grid: Grid, left: IntArray) -> tuple[float, Shape]:
         """Raise the grid by the largest error on shapes that are no nodes.
 
-        `by_area` becomes what gives the smaller error.
-
         Returns:
             The largest error, too high or too low, and its shape.
         """
-        known = left[:, 0] <= grid.known_at(left[:, 1:])
-        left = left[known & (grid.bytes_at(left) <= self.room)]
+        left = left[grid.bytes_at(left) <= min(self.room, grid.reached)]
         shapes: list[Shape] = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             late = time.process_time() > self._deadline + self.seconds / 2
@@ -476,14 +464,10 @@ class Covering:
         if not shapes:
             return 0.0, (1, *self.subject.domain.smallest)
         real = np.array([self._at(shape) for shape in shapes])
-        ways = []
-        for by_area in (grid.by_area, not grid.by_area):
-            one = replace(grid, by_area=by_area)
-            found = one.bytes_at(shapes)
-            errors, most = real / found - 1, max((real - found).max(), 0.0)
-            one = replace(one, raised_share=max(float(errors.max()), 0.0), raised_bytes=float(most))
-            ways.append((one.raised_share, errors, one))
-        _, errors, self.grid = min(ways, key=lambda way: way[0])
+        found = grid.bytes_at(shapes)
+        errors, most = real / found - 1, max((real - found).max(), 0.0)
+        raised = max(float(errors.max()), 0.0)
+        self.grid = replace(grid, raised_share=raised, raised_bytes=float(most))
         worst = int(np.abs(errors).argmax())
         return float(abs(errors[worst])), shapes[worst]
 
@@ -504,8 +488,8 @@ class Covering:
             why = self.reason and f" ({self.reason})"
             most = format_bytes(math.ceil(self.grid.raised_bytes))
             known = f"up to {self.grid.most:,} samples"
-            if self._ends:
-                known += f", traced up to {min(self._ends.values()):,} of some sizes"
+            if self.grid.reached < MAX_BYTES:
+                known += f" and {format_bytes(self.grid.reached)}: more take too long to trace"
             self.subject.notes.append(
                 f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
                 f"{known}; the largest error on {self._num_held_out} other shapes, "

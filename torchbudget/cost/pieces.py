@@ -24,8 +24,6 @@ _CHUNK: Final = 2**13  # sizes at once
 _MOST_CELLS: Final = 10**7  # of arrays of events by shapes
 # Events that follow alike where a turn of a loop ends.
 _ALIKE: Final = 16
-# Slopes of one line: in a loss of 230 chunks, the last two differed by 0.0005.
-_LINE: Final = 1.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,8 +473,7 @@ class Grid:
     """Bytes at some shapes; bytes between them are interpolated.
 
     Each size has a column: bytes at some numbers of samples, with lines between them. Between two
-    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages; or along the
-    same n, as for a loop over parts of the batch.
+    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages.
 
     Attributes:
         sizes: ascending sizes of each axis.
@@ -484,23 +481,19 @@ class Grid:
             measured. Columns are in the order of `itertools.product(*sizes)`.
         values: bytes at each of these numbers.
         most: the largest number of samples at which bytes are known.
-        by_area: bytes are linear in sizes along the same n · L₁ ⋯; otherwise along the same n.
         reached: the most bytes that were measured; larger batches are not known.
         raised_share: the largest relative error on other shapes. Bytes are raised by it, or by
             `raised_bytes` if that is less.
         raised_bytes: the largest absolute error on other shapes.
-        ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
     sizes: tuple[tuple[int, ...], ...]
     numbers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]
     most: int
-    by_area: bool = True
     reached: int = MAX_BYTES
     raised_share: float = 0.0
     raised_bytes: float = 0.0
-    ends: tuple[int, ...] = ()
 
     @property
     def floor(self) -> float:
@@ -513,15 +506,6 @@ class Grid:
         values = tuple(tuple(one - floor for one in column) for column in self.values)
         return replace(self, values=values, reached=MAX_BYTES)
 
-    def extended(self) -> Grid:
-        """The grid in which columns go on along the line of their last three bytes, if it is one.
-
-        Other sums may be the peak for more samples: only real steps show it.
-        """
-        columns = zip(self.numbers, self.values, self.ends, strict=False)
-        ends = (self.most if goes_on(n, values) else end for n, values, end in columns)
-        return replace(self, ends=tuple(ends))
-
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² if nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
@@ -533,22 +517,8 @@ class Grid:
                 total[mine] += weight[mine] * self._along(column, area[mine])
         return total + np.minimum(self.raised_share * total, self.raised_bytes)
 
-    def known_at(self, sizes: IntArray) -> IntArray:
-        """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
-        known = np.full(len(sizes), float(self.most))
-        ends = np.array(self.ends or [self.most] * len(self.numbers), float)
-        area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
-        row = np.arange(len(sizes))
-        for columns, weight in self._corners(sizes):
-            ended = (ends[columns] < self.most) & (weight > 0)
-            fewer = np.minimum(known, ends[columns] * area[row, columns])
-            known = np.where(ended, fewer, known)
-        return known.astype(np.int64)
-
     def _areas(self, sizes: IntArray) -> FloatArray:
-        """The factor of n that is kept in between two sizes, L₁ ⋯ or 1; shape `(S,)`."""
-        if not self.by_area:
-            return np.ones(len(sizes))
+        """The factor of n that is kept in between two sizes, L₁ ⋯; shape `(S,)`."""
         ends = zip(*((nodes[0], nodes[-1]) for nodes in self.sizes), strict=True)
         areas: FloatArray = np.clip(sizes, *map(np.array, ends)).prod(axis=1).astype(float)
         return areas
@@ -574,15 +544,9 @@ class Grid:
             return np.full(len(area), 2.0**62)
         at = np.unravel_index(column, tuple(map(len, self.sizes)))
         pairs = zip(self.sizes, at, strict=True)
-        size = math.prod(nodes[k] for nodes, k in pairs) if self.by_area else 1
+        size = math.prod(nodes[k] for nodes, k in pairs)
         found = along(self.numbers[column], self.values[column], area / size)
         return np.maximum(found, self.floor)
-
-
-def goes_on(numbers: Sequence[int], values: Sequence[float]) -> bool:
-    """Whether the last three values at some numbers lie on a rising line."""
-    slopes = np.diff(values[-3:]) / np.diff(numbers[-3:])
-    return len(slopes) == 2 and bool(slopes.min() > 0 and slopes.max() <= _LINE * slopes.min())
 
 
 def along(numbers: Sequence[int], values: Sequence[float], wanted: npt.ArrayLike) -> FloatArray:

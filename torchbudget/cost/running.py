@@ -81,8 +81,6 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
                 "this C library keeps freed memory: a peak depends on earlier shapes"
             )
         _warn_of_kernels(subject)
-    if traced is not None and traced.grid is not None:
-        traced = replace(traced, grid=traced.grid.extended())
     with subject.state.restored(contents=True):
         runs = _Runs(subject, StepRunner(subject), room)
         cost = runs.climbed() if traced is None else runs.scaled(traced)
