@@ -76,7 +76,8 @@ def costs(draw: st.DrawFn, axes: int = 1, largest: int = LARGEST) -> MeasuredCos
         raised = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 1e5]))
         reached = draw(st.sampled_from([MAX_BYTES, 10**6]))
         columns = tuple(map(tuple, values.tolist()))
-        grid = Grid(sizes, (numbers,) * len(columns), columns, 64, reached, *raised)
+        ends = tuple(draw(st.sampled_from([16, 64])) for _ in values)
+        grid = Grid(sizes, (numbers,) * len(columns), columns, 64, reached, *raised, ends)
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(largest,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.model_classes import CLASSES
-from torchbudget import PadCollate, measure_cost
+from torchbudget import PadCollate, measure_cost, trace_peak_bytes
 from torchbudget.cost.batch_recipe import Recipe, batch_bytes, leaves_of
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.pieces import EXACT
@@ -257,24 +258,45 @@ def test_a_branch_makes_a_piece() -> None:
     assert cost.grid is None
 
 
-@pytest.mark.slow
-def test_a_loop_over_the_length_is_interpolated() -> None:
-    """Traced with n as a symbol at a few lengths; nothing is far below or above."""
+def over_the_length(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    hidden = x[:, 0]
+    for t in range(1, x.shape[1]):
+        hidden = layer(hidden + x[:, t]).tanh()
+    return hidden
 
-    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        hidden = x[:, 0]
-        for t in range(1, x.shape[1]):
-            hidden = layer(hidden + x[:, t]).tanh()
-        return hidden
 
-    step = training(forward, nn.Linear(16, 16))
-    cost = measure_cost(step, frames, max_size=16, min_size=4, method="trace")
-    tracer = Tracer(step, lambda shape: frames(*shape), TrainingState(step))
-    assert any("interpolated between shapes" in note for note in cost.notes)
-    for shape in [(3, 4), (50, 13), (200, 9), (100, 16)]:
-        peak = tracer.concrete(shape).peaks([shape])[0]
-        assert -0.002 <= cost.batch_bytes(*shape) / peak - 1 <= 0.1
-        assert cost.label(*shape) != "raised"
+def of_a_cell(x: torch.Tensor, layer: nn.Module, cell: nn.GRUCell) -> torch.Tensor:
+    """Its kernel turns the number of samples into a number as well."""
+    hidden = x.new_zeros(len(x), 16)
+    for one in layer(x).unbind(1):
+        hidden = cell(one, hidden)
+    return hidden
+
+
+def of_chunks(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    parts = (checkpoint(layer, one, use_reentrant=False) for one in x.flatten(0, 1).split(24))
+    return torch.stack([part.square().sum() for part in parts])
+
+
+def of_levels(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Each level is half as long: no number grows as much in each turn."""
+    while x.shape[1] > 1:
+        x = F.max_pool1d(layer(x).mT, 2).mT
+    return x
+
+
+@pytest.mark.parametrize("forward", [over_the_length, of_a_cell, of_chunks, of_levels])
+def test_loops(forward: Any) -> None:
+    """Any number of turns is one expression; what only looks like it is interpolated."""
+    step = training(forward, nn.Linear(16, 16), *[nn.GRUCell(16, 16)] * (forward is of_a_cell))
+    cost = measure_cost(step, frames, max_size=48, min_size=2, method="trace", budget="2GiB")
+    rng = np.random.default_rng(0)
+    for n, size in [(1, 48), (3, 17), (200, 2), (37, 23), *rng.integers(2, 48, (8, 2)).tolist()]:
+        peak = trace_peak_bytes(step, frames(n, size))
+        is_known = cost.label(n, size) in ("exact", "tested")
+        assert is_known or forward is of_levels
+        assert cost.traced_bytes(n, size) == peak or not is_known
+        assert cost.batch_bytes(n, size) - cost.offset >= 0.99 * peak
 
 
 FEW = "encoder, padding masked", "spectrogram", "U-Net", "graphs"

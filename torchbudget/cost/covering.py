@@ -29,7 +29,7 @@ from torchbudget.cost.pieces import (
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
-from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
@@ -101,7 +101,8 @@ class Covering:
     _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
-    _reached: int = MAX_BYTES  # the least bytes whose trace was the last one that was not too slow
+    # The most samples of a size before its traces were given up.
+    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def cover(self) -> None:
         """Trace until every shape of the domain is held by a piece or in the grid.
@@ -409,7 +410,8 @@ class Covering:
         columns = [self._columns[size] for size in every]
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
-        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, self._reached)
+        ends = tuple(self._ends.get(size, self.most_n) for size in every)
+        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, ends=ends)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, int]:
         """Bytes of a size at numbers of samples between which they are nearly on a line.
@@ -432,7 +434,7 @@ class Covering:
                     raise UntraceableError("the trace would take too long")
                 known[high] = self._at((high, *size), limit)
             except UntraceableError:  # it loops over samples, or over their parts
-                self._reached = min(self._reached, known[low])
+                self._ends[size] = low
                 break
         intervals = list(pairwise(sorted(known)))
         while intervals and self._has_time():
@@ -452,7 +454,8 @@ class Covering:
         Returns:
             The largest error, too high or too low, and its shape.
         """
-        left = left[grid.bytes_at(left) <= min(self.room, grid.reached)]
+        known = left[:, 0] <= grid.known_at(left[:, 1:])
+        left = left[known & (grid.bytes_at(left) <= self.room)]
         shapes: list[Shape] = []
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             late = time.process_time() > self._deadline + self.seconds / 2
@@ -488,8 +491,8 @@ class Covering:
             why = self.reason and f" ({self.reason})"
             most = format_bytes(math.ceil(self.grid.raised_bytes))
             known = f"up to {self.grid.most:,} samples"
-            if self.grid.reached < MAX_BYTES:
-                known += f" and {format_bytes(self.grid.reached)}: more take too long to trace"
+            if self._ends:
+                known += f", traced up to {min(self._ends.values()):,} of some sizes"
             self.subject.notes.append(
                 f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
                 f"{known}; the largest error on {self._num_held_out} other shapes, "

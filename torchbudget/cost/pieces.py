@@ -22,8 +22,8 @@ Total: TypeAlias = tuple[tuple[int, int], ...]  # expressions of storages, and t
 NOT_HELD, TESTED, EXACT = 0, 1, 2
 _CHUNK: Final = 2**13  # sizes at once
 _MOST_CELLS: Final = 10**7  # of arrays of events by shapes
-# Events that follow alike where a turn of a loop ends.
-_ALIKE: Final = 16
+# Events that are compared to find where further turns of a loop end.
+_ALIKE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, P
     return piece.kept(shapes), replace(piece, sums=(whole,))
 
 
-def _alike(*traces: Trace) -> list[list[int]]:
+def _alike(*traces: Trace) -> list[IntArray]:
     """A number for each event: the same for equal bytes, or for those that differ in integers."""
     sizes = [[one.expressions.form(at, integers=True) for at in one.sizes] for one in traces]
     both = set.intersection(*map(set, sizes))
@@ -327,27 +327,35 @@ def _alike(*traces: Trace) -> list[list[int]]:
         forms = map(trace.expressions.form, trace.sizes)
         keys = [size if size in both else form for size, form in zip(its, forms, strict=True)]
         numbers = np.array([known.setdefault(key, 1 + len(known)) for key in keys])
-        found.append((trace.signs * numbers[trace.events]).tolist())
+        found.append(trace.signs * numbers[trace.events])
     return found
 
 
-def _places(one: list[int], other: list[int]) -> IntArray:
-    """Where each item of a list is in another list that has some more items, as late as possible.
+def _places(one: IntArray, other: IntArray) -> IntArray:
+    """Where each item of an array is in one that has further items, as late as possible.
 
     Raises:
         UntraceableError: they are not all in it.
     """
-    places, at = [], 0
-    for k, item in enumerate(one):
-        if at >= len(other) or other[at] != item:
+    places, at, more = np.zeros_like(one), 0, len(other) - len(one)
+    for k, item in enumerate(one.tolist()):
+        if at > k + more or other[at] != item:
+            # Further items are here: the place from which most items are the same.
             some = one[k : k + _ALIKE]
-            later = (j for j in range(at, len(other)) if other[j : j + len(some)] == some)
-            at = next(later, len(other))
-            if at == len(other):
+            runs = [_run(some, other[j : j + _ALIKE]) for j in range(at, k + more + 1)]
+            if not max(runs, default=0):
                 raise UntraceableError("a turn of the loop differs from the others")
-        places.append(at)
+            at += runs.index(max(runs))
+        places[k] = at
         at += 1
-    return np.array(places)
+    return places
+
+
+def _run(one: IntArray, other: IntArray) -> int:
+    """How many items are equal from the start on."""
+    most = min(len(one), len(other))
+    unequal = one[:most] != other[:most]
+    return int(unequal.argmax()) if unequal.any() else most
 
 
 class _Turns:
@@ -485,6 +493,7 @@ class Grid:
         raised_share: the largest relative error on other shapes. Bytes are raised by it, or by
             `raised_bytes` if that is less.
         raised_bytes: the largest absolute error on other shapes.
+        ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -494,6 +503,7 @@ class Grid:
     reached: int = MAX_BYTES
     raised_share: float = 0.0
     raised_bytes: float = 0.0
+    ends: tuple[int, ...] = ()
 
     @property
     def floor(self) -> float:
@@ -516,6 +526,18 @@ class Grid:
                 mine = (columns == column) & (weight > 0)
                 total[mine] += weight[mine] * self._along(column, area[mine])
         return total + np.minimum(self.raised_share * total, self.raised_bytes)
+
+    def known_at(self, sizes: IntArray) -> IntArray:
+        """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
+        known = np.full(len(sizes), float(self.most))
+        ends = np.array(self.ends or [self.most] * len(self.numbers), float)
+        area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
+        row = np.arange(len(sizes))
+        for columns, weight in self._corners(sizes):
+            ended = (ends[columns] < self.most) & (weight > 0)
+            fewer = np.minimum(known, ends[columns] * area[row, columns])
+            known = np.where(ended, fewer, known)
+        return known.astype(np.int64)
 
     def _areas(self, sizes: IntArray) -> FloatArray:
         """The factor of n that is kept in between two sizes, L₁ ⋯; shape `(S,)`."""

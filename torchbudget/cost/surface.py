@@ -115,9 +115,10 @@ class Surface:
             if grid is not None:
                 span = int(starts[k]), min(int(ends[k]) + 1, reached)
                 found.append((*span, _line(grid, points, missing[k], span, shape)))
-        unknown = missing & (starts[:, None] >= reached)
+        traced = np.zeros(len(points), np.int64) if grid is None else grid.known_at(points)
+        unknown = missing & (starts[:, None] >= traced)
         before = starts[np.maximum(unknown.argmax(axis=0) - 1, 0)]
-        most = np.where(unknown.any(axis=0), np.maximum(before, reached), MAX_BYTES).reshape(shape)
+        most = np.maximum(np.where(unknown.any(axis=0), before, MAX_BYTES), traced).reshape(shape)
         for axis in range(len(shape)):
             most = np.minimum.accumulate(most, axis=axis)
         if not found:
