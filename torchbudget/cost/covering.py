@@ -62,6 +62,8 @@ _LEAST_HELD_OUT: Final = 12  # if time is up
 _TRIED: Final = 16
 # Numbers of turns are so far apart that one turn less is not the other number.
 _APART: Final = 3
+# Fewer turns may have no first, last and further one each.
+_LEAST_TURNS: Final = 5
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
 # Numbers of samples that are searched for other peaks: another sum may be the largest there.
@@ -149,6 +151,9 @@ class Covering:
             trace = self._trace_at(recipe, shape)
             if trace is None:
                 return
+            with suppress(UntraceableError, ValueDependentError):
+                fewer = self._of_fewer_turns(trace, shape, shapes[inside])
+                trace, shape = self._traced(recipe, fewer), fewer
             before = int(left.sum())
             piece, near = self._continued(recipe, trace, shape, shapes, every)
             few &= near
@@ -219,6 +224,23 @@ class Covering:
                 self._check_whole(recipe, trace, [row], shape, shapes, one.whole())
                 freed = one
         return freed.piece(every), np.ones(len(shapes), bool)
+
+    def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
+        """The nearest shape of few turns of each loop, which takes less time.
+
+        Raises:
+            UntraceableError: there are no loops, or no fewer turns.
+        """
+        nodes = trace.expressions.nodes
+        loops = [(at, own) for at, own in trace.equalities.values() if nodes[at] != ["symbol", 0]]
+        turns = np.array(trace.expressions.evaluate(shapes, [at for at, _ in loops]), ndmin=2)
+        enough = (turns >= _LEAST_TURNS).all(axis=0)
+        if not loops or not enough.any():
+            raise UntraceableError("there is no loop of fewer turns")
+        least = turns[:, enough].sum(axis=0).min()
+        if least >= sum(own for _, own in loops):
+            raise UntraceableError("there is no loop of fewer turns")
+        return _distinct(shape, shapes[enough & (turns.sum(axis=0) == least)])
 
     def _freed(
         self, recipe: Recipe, trace: Trace, kept: int, shape: Shape, shapes: IntArray

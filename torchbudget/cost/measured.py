@@ -203,8 +203,8 @@ class MeasuredCost:
 
         Returns:
             "exact" if the shape takes the same branches as a trace; "tested" if it takes another
-            branch, but concrete traces had the same bytes; "interpolated" in the grid; "raised" to
-            the bytes of a larger shape if this one is not known.
+            branch, or more turns of a loop, but concrete traces had the same bytes; "interpolated"
+            in the grid; "raised" to the bytes of a larger shape if this one is not known.
         """
         shapes, _ = self._shapes(n, padded_size)
         if (shapes[0, 1:] < self.smallest).any() or (shapes[0, 1:] > self.largest).any():
