@@ -1,4 +1,4 @@
-"""Training goes on after measuring as in a process that never measured."""
+"""After measuring, all that a step refers to is as before, and training goes on the same."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.training_cases import CASES, Training
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.errors import CostError
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.restoring import TrainingState
 
 Step = Callable[[torch.Tensor], Any]
 
@@ -324,50 +324,9 @@ def test_what_a_traced_step_counts() -> None:
     assert trained(True) == trained(False)
 
 
-def on_meta(model: nn.Module) -> None:
-    model.second = nn.Linear(8, 8, device="meta")
-
-
-def lazy(model: nn.Module) -> None:
-    model.second = nn.LazyLinear(8)
-
-
-def buffer_on_meta(model: nn.Module) -> None:
-    model.second.register_buffer("mean", torch.ones(1, device="meta"))
-
-
 def with_quantized(model: nn.Module) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     model.second.register_buffer("mean", quantized)
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize")
-@pytest.mark.parametrize(
-    ("change", "methods", "match"),
-    [
-        (on_meta, ["trace"], "second.weight of Network is on meta, but"),
-        (on_meta, ["auto", "run"], "second.weight of Network is on the meta device"),
-        (lazy, ["trace", "auto", "run"], "second.weight of Network is uninitialized"),
-        (buffer_on_meta, ["auto", "run"], "second.mean of Network is on the meta device"),
-        (with_quantized, ["trace"], "second.mean of Network cannot be traced"),
-    ],
-)
-def test_a_model_that_cannot_be_measured(
-    change: Callable[[nn.Module], None], methods: list[str], match: str
-) -> None:
-    """The parameter or buffer is named before the step is called."""
-    model, _ = network()
-    change(model)
-    calls: list[object] = []
-
-    def step(batch: torch.Tensor) -> None:
-        calls.append(object())
-        model(batch)
-
-    for method in methods:
-        with pytest.raises(CostError, match=match):
-            measure(step, method)
-    assert not calls
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
@@ -394,25 +353,122 @@ def test_a_quantized_buffer() -> None:
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
-@pytest.mark.parametrize("name", ["mps", "xpu", "hpu"])
-def test_a_device_whose_memory_is_not_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a CPU nor a CUDA device: the host's figures would say nothing about it."""
-    model = network()[0].eval()
-    monkeypatch.setattr(TrainingState, "device", property(lambda _: torch.device(name)))
-    for method in ("trace", "auto", "run"):
-        with pytest.raises(CostError, match=f"parameters are on {name}: only the memory of CPUs"):
-            measure(model, method)
+def everything(training: Training) -> list[Any]:
+    """All that measuring must leave as it was, bit for bit."""
+    found = [t.clone() for t in training.model.state_dict().values()]
+    found += [torch.tensor([part.training for part in training.model.modules()])]
+    found += [p.grad.clone() for p in training.model.parameters() if p.grad is not None]
+    for parameter in training.model.parameters():
+        found += [
+            torch.as_tensor(v).clone() for v in training.optimizer.state.get(parameter, {}).values()
+        ]
+    found += [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]
+    return [*found, torch.tensor(random.getstate()[1])]
 
 
-def test_parameters_that_only_an_optimizer_has_are_on_the_same_device() -> None:
-    """Such as a loss's temperature, which is in no module."""
-    model, _ = network()
-    elsewhere = nn.Parameter(torch.ones(2, device="meta"))
-    optimizer = torch.optim.SGD([*model.parameters(), elsewhere], lr=0.1)
+def same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(map(torch.equal, before, after))
 
-    def step(batch: torch.Tensor) -> None:
-        model(batch).sum().backward()
-        optimizer.step()
 
-    with pytest.raises(CostError, match="a tensor of the step is on meta, but the first parameter"):
-        measure(step, "trace")
+@pytest.mark.slow
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    ("name", "method"), [("encoder, momentum", "trace"), ("images", "auto"), ("heavy", "auto")]
+)
+def test_nothing_is_changed(name: str, warm: bool, method: str) -> None:
+    """Parameters, buffers, gradients, optimizer state and generators are as before, bit for bit.
+
+    Whether the optimizer has stepped before or not, and whether gradients are there or not.
+    """
+    training = CASES[name]()
+    if warm:
+        training.step(training.make_batch(2, training.max_size))
+        for parameter in training.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        training.model.eval()
+    parameters = list(training.model.parameters())
+    before, states = everything(training), len(training.optimizer.state)
+    torch.manual_seed(3)
+    before[-3] = torch.get_rng_state()
+    parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    budget = process_memory().resident_bytes + 120 * 2**20
+    # The optimizer's own temporaries; at first its two averages too.
+    budget += (3 if warm else 5) * parameter_bytes
+    measure_cost(
+        training.step,
+        training.make_batch,
+        max_size=training.max_size,
+        method=method,
+        budget=budget,
+    )
+    assert same(before, everything(training))
+    assert all(map(lambda a, b: a is b, parameters, training.model.parameters()))
+    assert len(training.optimizer.state) == states
+    loss = training.step(training.make_batch(2, training.max_size))
+    assert torch.isfinite(loss)
+
+
+class Trainer(nn.Module):
+    """What a step changes beside parameters: everything that a model may hold."""
+
+    __slots__ = ("noise",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("expanded", torch.zeros(1).expand(4))
+        self.average = torch.zeros(8)
+        self.noise = torch.Generator().manual_seed(1)
+        self.draws = np.random.default_rng(2)
+        self.chance = random.Random(3)
+        self.history: list[float] = []
+        self.optimizer = torch.optim.AdamW(self.layer.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1.0, 100)
+
+    def fit(self, batch: torch.Tensor) -> None:
+        loss = self.layer(batch + torch.randn(8, generator=self.noise)).square().mean()
+        self.draws.random(3)
+        self.chance.random()
+        self.history.append(1.0)
+        self.average.mul_(0.9).add_(self.layer.weight.detach().mean(0))
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[Any]:
+        states = [self.layer.weight.clone(), self.average.clone(), self.noise.get_state()]
+        more = [self.draws.bit_generator.state, self.chance.getstate(), list(self.history)]
+        more += [self.schedule.state_dict(), self.scaler.state_dict()]
+        more += [len(self.optimizer.state), self.optimizer.param_groups[0]["lr"]]
+        return [[s.tolist() for s in states], repr(more)]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("method", ["trace", "auto"])
+def test_everything_in_a_trainer_is_restored(warm: bool, method: str) -> None:
+    """Scaler, schedule, optimizer in the module, generators, lists, plain tensors; hooks stay."""
+    trainer = Trainer()
+    if warm:
+        trainer.fit(torch.ones(2, 4, 8))
+    before = trainer.state()
+    calls: list[int] = []
+    handle = trainer.layer.register_forward_hook(lambda *_: calls.append(1))
+    cost = measure_cost(
+        trainer.fit,
+        lambda n, size: torch.ones(n, size, 8),
+        max_size=2000,
+        method=method,
+        budget=process_memory().resident_bytes + 200 * 2**20,
+    )
+    assert method == "trace" or not cost.notes
+    assert trainer.state() == before
+    calls.clear()
+    handle.remove()
+    trainer.fit(torch.ones(2, 4, 8))
+    assert not calls
+    assert trainer.state()[0] != before[0]
