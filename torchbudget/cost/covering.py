@@ -97,7 +97,6 @@ class Covering:
     probes: list[Probe] = field(default_factory=list)
     empty: int = 0
     reason: str = ""
-    _first: Trace | None = None
     _num_held_out: int = 0
     _symbolic: dict[Shape, Trace] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
@@ -131,7 +130,7 @@ class Covering:
                 self.subject.warn(f"shapes are measured one by one, which takes minutes: {error}")
         if not self._is_covered(shapes, left):
             self._make_grid(shapes[left])
-        trace = self._first or next(iter(self._concrete.values()))
+        trace = next(iter((*self._symbolic.values(), *self._concrete.values())))
         self._note_what_is_left(trace, shapes[0])
 
     # Symbolic pieces.
@@ -169,15 +168,13 @@ class Covering:
     def _trace_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
             limit = self._limit(self.subject.domain.between(0.0))
-            trace = self.tracer.symbolic(recipe, shape, limit)
+            trace = self._traced(recipe, shape, limit)
             trace.piece([shape]).in_n(np.array([shape[1:]]))
             if len(self.pieces) < _VERIFIED:
                 self._verify(trace)
         except (UntraceableError, ValueDependentError) as error:  # concrete traces may know
             self.reason = str(error)
             return None
-        self._first = self._first or trace
-        self.subject.advance(1)
         return trace
 
     def _verify(self, trace: Trace) -> None:
@@ -214,7 +211,6 @@ class Covering:
                 piece, whole = continued(one, other, every)
                 self._check_whole(recipe, trace, rows, shape, shapes, whole)
                 piece.in_n(np.array([shape[1:]]))
-                self.subject.advance(1)
                 [turns] = trace.expressions.evaluate(shapes, [at])
                 return piece, turns <= _FEW * own
         for row in rows:
@@ -253,10 +249,11 @@ class Covering:
                 found = joined(found, self._traced(recipe, further))
         return found
 
-    def _traced(self, recipe: Recipe, shape: Shape) -> Trace:
+    def _traced(self, recipe: Recipe, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """A symbolic trace, kept."""
         if shape not in self._symbolic:
-            self._symbolic[shape] = self.tracer.symbolic(recipe, shape)
+            self._symbolic[shape] = self.tracer.symbolic(recipe, shape, most_seconds)
+            self.subject.advance(1)
         return self._symbolic[shape]
 
     def _check_whole(

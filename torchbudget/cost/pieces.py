@@ -332,7 +332,7 @@ def _alike(*traces: Trace) -> list[IntArray]:
 
 
 def _places(one: IntArray, other: IntArray) -> IntArray:
-    """Where each item of an array is in one that has further items, as late as possible.
+    """The place of each item of an array in one that has further items, as late as possible.
 
     Raises:
         UntraceableError: they are not all in it.
