@@ -98,6 +98,8 @@ class Covering:
     empty: int = 0
     reason: str = ""
     _num_held_out: int = 0
+    _recipe: Recipe | None = None  # of the batches, if there is one
+    _shapes: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # that are drawn
     _symbolic: dict[Shape, Trace] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
@@ -118,28 +120,28 @@ class Covering:
             fitting = int(self.room) // max(two - self._at((1, *smallest)), 1)
             self.most_n = min(max(fitting, _COMPARED), _MOST_COMPARED)
         self.most_n = min(self.most_n, self.subject.most_samples(smallest))
-        shapes = self.subject.domain.draw(_DRAWN, self.most_n)
+        shapes = self._shapes = self.subject.domain.draw(_DRAWN, self.most_n)
         left = np.ones(len(shapes), bool)
-        recipe = None
         try:
-            recipe = Recipe(self.subject.batch, self.subject.domain.recipe_shapes())
-            self._cover(recipe, shapes, left)
+            self._recipe = Recipe(self.subject.batch, self.subject.domain.recipe_shapes())
+            self._cover(left)
         except UntraceableError as error:
             self.reason = self.reason or str(error)
-            if recipe is None:
+            if self._recipe is None:
                 self.subject.warn(f"shapes are measured one by one, which takes minutes: {error}")
-        if not self._is_covered(shapes, left):
+        if not self._is_covered(left):
             self._make_grid(shapes[left])
         trace = next(iter((*self._symbolic.values(), *self._concrete.values())))
         self._note_what_is_left(trace, shapes[0])
 
     # Symbolic pieces.
 
-    def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
+    def _cover(self, left: npt.NDArray[np.bool_]) -> None:
+        shapes = self._shapes
         logs, poor, few = np.log(shapes), 0, np.ones(len(shapes), bool)
         many = self.subject.domain.draw(_DRAWN // 4, _MANY, seed=1)
         every = np.concatenate([shapes, many])
-        while not self._is_covered(shapes, left):
+        while not self._is_covered(left):
             if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
                 return
             inside = np.flatnonzero(left & few if (left & few).any() else left)
@@ -147,17 +149,17 @@ class Covering:
             off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
             middle = shapes[inside[off.sum(axis=1).argmin()]]
             shape = _distinct(tuple(middle.tolist()), shapes[inside])
-            trace = self._trace_at(recipe, shape)
+            trace = self._trace_at(shape)
             if trace is None:
                 return
             with suppress(UntraceableError, ValueDependentError):
                 fewer = self._of_fewer_turns(trace, shape, shapes[inside])
-                trace, shape = self._traced(recipe, fewer), fewer
+                trace, shape = self._traced(fewer), fewer
             before = int(left.sum())
-            piece, near = self._continued(recipe, trace, shape, shapes, every)
+            piece, near = self._continued(trace, shape, every)
             few &= near
             left &= piece.holds(shapes) == NOT_HELD
-            piece = self._tested(piece, shapes, near, left)
+            piece = self._tested(piece, near, left)
             held = every[piece.holds(every) != NOT_HELD]
             if len(held):
                 self.pieces.append(piece.kept(held))
@@ -165,10 +167,10 @@ class Covering:
             gained = before - int(left.sum())
             poor += gained < _POOR * len(shapes)
 
-    def _trace_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
+    def _trace_at(self, shape: Shape) -> Trace | None:
         try:
             limit = self._limit(self.subject.domain.between(0.0))
-            trace = self._traced(recipe, shape, limit)
+            trace = self._traced(shape, limit)
             trace.piece([shape]).in_n(np.array([shape[1:]]))
             if len(self.pieces) < _VERIFIED:
                 self._verify(trace)
@@ -182,9 +184,8 @@ class Covering:
 
         An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
         """
-        shapes = self.subject.domain.draw(_DRAWN, self.most_n)
-        piece = trace.piece(shapes)
-        shapes = shapes[piece.holds(shapes) != NOT_HELD]
+        piece = trace.piece(self._shapes)
+        shapes = self._shapes[piece.holds(self._shapes) != NOT_HELD]
         order = np.argsort(np.log(shapes).sum(axis=1))
         for index in dict.fromkeys([-1, len(order) // 2] if len(order) else []):
             shape = self._limited(tuple(shapes[order[index]].tolist()), piece)
@@ -195,7 +196,7 @@ class Covering:
                 )
 
     def _continued(
-        self, recipe: Recipe, trace: Trace, shape: Shape, shapes: IntArray, every: IntArray
+        self, trace: Trace, shape: Shape, every: IntArray
     ) -> tuple[Piece, npt.NDArray[np.bool_]]:
         """The piece of a trace, and for which shapes a trace takes about as long.
 
@@ -205,21 +206,20 @@ class Covering:
         rows, freed = [*trace.equalities], trace
         for row, (at, own) in trace.equalities.items():
             with suppress(UntraceableError, ValueDependentError):
-                one = self._freed(recipe, trace, row, shape, shapes)
-                further = self._further(trace, [row], shape, shapes)
-                other = self._freed(recipe, self._traced(recipe, further), row, further, shapes)
+                further = self._further(trace, [row], shape)
+                one = self._freed(trace, row, shape)
+                other = self._freed(self._traced(further), row, further)
                 piece, whole = continued(one, other, every)
-                self._check_whole(recipe, trace, rows, shape, shapes, whole)
+                self._check_whole(trace, rows, shape, whole)
                 piece.in_n(np.array([shape[1:]]))
-                [turns] = trace.expressions.evaluate(shapes, [at])
+                [turns] = trace.expressions.evaluate(self._shapes, [at])
                 return piece, turns <= _FEW * own
         for row in rows:
             with suppress(UntraceableError, ValueDependentError):
-                further = self._further(trace, [row], shape, shapes)
-                one = joined(freed, self._traced(recipe, further))
-                self._check_whole(recipe, trace, [row], shape, shapes, one.whole())
+                one = joined(freed, self._traced(self._further(trace, [row], shape)))
+                self._check_whole(trace, [row], shape, one.whole())
                 freed = one
-        return freed.piece(every), np.ones(len(shapes), bool)
+        return freed.piece(every), np.ones(len(self._shapes), bool)
 
     def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
         """The nearest shape of few turns of each loop, which takes less time.
@@ -238,49 +238,33 @@ class Covering:
             raise UntraceableError("there is no loop of fewer turns")
         return _distinct(shape, shapes[enough & (turns.sum(axis=0) == least)])
 
-    def _freed(
-        self, recipe: Recipe, trace: Trace, kept: int, shape: Shape, shapes: IntArray
-    ) -> Trace:
+    def _freed(self, trace: Trace, kept: int, shape: Shape) -> Trace:
         """The trace for any value of each expression that has one value in it, but for one."""
         found = trace
         for row in trace.equalities:
             if row != kept:
-                further = self._further(trace, [row], shape, shapes)
-                found = joined(found, self._traced(recipe, further))
+                found = joined(found, self._traced(self._further(trace, [row], shape)))
         return found
 
-    def _traced(self, recipe: Recipe, shape: Shape, most_seconds: float = math.inf) -> Trace:
+    def _traced(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """A symbolic trace, kept."""
-        if shape not in self._symbolic:
-            self._symbolic[shape] = self.tracer.symbolic(recipe, shape, most_seconds)
+        if shape not in self._symbolic and self._recipe is not None:
+            self._symbolic[shape] = self.tracer.symbolic(self._recipe, shape, most_seconds)
             self.subject.advance(1)
         return self._symbolic[shape]
 
-    def _check_whole(
-        self,
-        recipe: Recipe,
-        trace: Trace,
-        rows: list[int],
-        shape: Shape,
-        shapes: IntArray,
-        whole: Piece,
-    ) -> None:
+    def _check_whole(self, trace: Trace, rows: list[int], shape: Shape, whole: Piece) -> None:
         """Compare all storages with those of one more trace, far from the others.
 
         Raises:
             UntraceableError: they differ: what differs between traces does not grow evenly.
         """
-        far = self._further(trace, rows, shape, shapes, whole)
-        if self._traced(recipe, far).allocated(far) != whole.bytes_at([far])[0]:
+        far = self._further(trace, rows, shape, whole)
+        if self._traced(far).allocated(far) != whole.bytes_at([far])[0]:
             raise UntraceableError("what differs between traces does not grow evenly")
 
     def _further(
-        self,
-        trace: Trace,
-        rows: list[int],
-        shape: Shape,
-        shapes: IntArray,
-        whole: Piece | None = None,
+        self, trace: Trace, rows: list[int], shape: Shape, whole: Piece | None = None
     ) -> Shape:
         """A shape at which some expressions have larger values, and others the same.
 
@@ -289,8 +273,8 @@ class Covering:
         """
         n = np.arange(1, 4 * shape[0])
         along_n = np.column_stack([n, np.tile(shape[1:], (len(n), 1))])
-        along_sizes = np.insert(np.unique(shapes[:, 1:], axis=0), 0, shape[0], axis=1)
-        near = np.concatenate([shapes, along_sizes, along_n])
+        along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
+        near = np.concatenate([self._shapes, along_sizes, along_n])
         wanted, own = zip(*trace.equalities.values(), strict=True)
         more = np.array(trace.expressions.evaluate(near, wanted)) - np.array(own)[:, None]
         moved = np.isin([*trace.equalities], rows)[:, None]
@@ -306,11 +290,7 @@ class Covering:
         return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
     def _tested(
-        self,
-        piece: Piece,
-        shapes: IntArray,
-        few: npt.NDArray[np.bool_],
-        left: npt.NDArray[np.bool_],
+        self, piece: Piece, few: npt.NDArray[np.bool_], left: npt.NDArray[np.bool_]
     ) -> Piece:
         """Find sets of failed conditions that do not matter: concrete traces have the same peaks.
 
@@ -319,10 +299,10 @@ class Covering:
 
         Args:
             piece: the piece.
-            shapes: at which it is tested.
-            few: which of them may be traced: a loop has few turns there.
+            few: which of the shapes may be traced: a loop has few turns there.
             left: which of them no piece holds; changed.
         """
+        shapes = self._shapes
         equalities, harmless = set(piece.equalities), set[tuple[int, ...]]()
         sets = [tuple(np.flatnonzero(column).tolist()) for column in piece.failed(shapes).T]
         weights = np.log(shapes).sum(axis=1)
@@ -362,14 +342,14 @@ class Covering:
             self.subject.advance(1)
         return int(self._concrete[shape].peaks([shape])[0])
 
-    def _is_covered(self, shapes: IntArray, left: npt.NDArray[np.bool_]) -> bool:
+    def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
         """Whether all shapes have a piece, but a few that have one for slightly more samples."""
-        some = shapes[left]
+        some = self._shapes[left]
         n = np.linspace(some[:, :1], (1 + _POOR) * some[:, :1], _TRIED)[1:].astype(int)
         more = np.concatenate([np.hstack([one, some[:, 1:]]) for one in n])
         owner = first_held(self.pieces, more)[0].reshape(len(n), -1)
         every = bool((owner < len(self.pieces)).any(axis=0).all())
-        return every and len(some) < _POOR * len(shapes)
+        return every and len(some) < _POOR * len(left)
 
     # The grid.
 
