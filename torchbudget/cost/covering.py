@@ -155,16 +155,21 @@ class Covering:
             with suppress(UntraceableError, ValueDependentError):
                 fewer = self._of_fewer_turns(trace, shape, shapes[inside])
                 trace, shape = self._traced(fewer), fewer
-            before = int(left.sum())
+            before = left.copy()
             piece, near = self._continued(trace, shape, every)
             few &= near
             left &= piece.holds(shapes) == NOT_HELD
             piece = self._tested(piece, near, left)
             held = every[piece.holds(every) != NOT_HELD]
             if len(held):
-                self.pieces.append(piece.kept(held))
+                piece = piece.kept(held)
+                try:
+                    piece.in_n(np.unique(shapes[:, 1:], axis=0))
+                    self.pieces.append(piece)
+                except UntraceableError as error:
+                    self.reason, left[:] = str(error), before
             left[(shapes == middle).all(axis=1)] = False
-            gained = before - int(left.sum())
+            gained = int(before.sum()) - int(left.sum())
             poor += gained < _POOR * len(shapes)
 
     def _trace_at(self, shape: Shape) -> Trace | None:
