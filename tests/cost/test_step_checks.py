@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -69,13 +70,8 @@ def test_no_model() -> None:
         trace_peak_bytes(lambda batch: batch.sum(), torch.zeros(2, 3))
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(batch))
+def network() -> nn.Module:
+    return nn.Sequential(OrderedDict(first=nn.Linear(8, 8), second=nn.Linear(8, 8)))
 
 
 def measure(step: Callable[[torch.Tensor], Any], method: Any) -> None:
@@ -106,18 +102,18 @@ def with_quantized(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "methods", "match"),
     [
-        (on_meta, ["trace"], "second.weight of Network is on meta, but"),
-        (on_meta, ["auto", "run"], "second.weight of Network is on the meta device"),
-        (lazy, ["trace", "auto", "run"], "second.weight of Network is uninitialized"),
-        (buffer_on_meta, ["auto", "run"], "second.mean of Network is on the meta device"),
-        (with_quantized, ["trace"], "second.mean of Network cannot be traced"),
+        (on_meta, ["trace"], "second.weight of Sequential is on meta, but"),
+        (on_meta, ["auto", "run"], "second.weight of Sequential is on the meta device"),
+        (lazy, ["trace", "auto", "run"], "second.weight of Sequential is uninitialized"),
+        (buffer_on_meta, ["auto", "run"], "second.mean of Sequential is on the meta device"),
+        (with_quantized, ["trace"], "second.mean of Sequential cannot be traced"),
     ],
 )
 def test_a_model_that_cannot_be_measured(
     change: Callable[[nn.Module], None], methods: list[str], match: str
 ) -> None:
     """The parameter or buffer is named before the step is called."""
-    model = Network()
+    model = network()
     change(model)
     calls: list[object] = []
 
@@ -134,7 +130,7 @@ def test_a_model_that_cannot_be_measured(
 @pytest.mark.parametrize("name", ["mps", "xpu", "hpu"])
 def test_a_device_whose_memory_is_not_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a CPU nor a CUDA device: the host's figures would say nothing about it."""
-    model = Network().eval()
+    model = network().eval()
     monkeypatch.setattr(TrainingState, "device", property(lambda _: torch.device(name)))
     for method in ("trace", "auto", "run"):
         with pytest.raises(CostError, match=f"parameters are on {name}: only the memory of CPUs"):
@@ -143,7 +139,7 @@ def test_a_device_whose_memory_is_not_measured(name: str, monkeypatch: pytest.Mo
 
 def test_parameters_that_only_an_optimizer_has_are_on_the_same_device() -> None:
     """Such as a loss's temperature, which is in no module."""
-    model = Network()
+    model = network()
     elsewhere = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = torch.optim.SGD([*model.parameters(), elsewhere], lr=0.1)
 

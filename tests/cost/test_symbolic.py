@@ -258,6 +258,20 @@ def test_a_branch_makes_a_piece() -> None:
     assert cost.grid is None
 
 
+@pytest.mark.slow
+def test_bytes_that_are_no_polynomial_of_n_are_interpolated() -> None:
+    """Even if they are the peak of few samples alone, and not where the step was traced."""
+
+    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        x.new_zeros(10**5 // x.shape[0])
+        return layer(x)
+
+    step = training(forward, nn.Linear(16, 16))
+    cost = measure_cost(step, frames, max_size=32, method="trace")
+    assert 4 * 10**5 <= cost.batch_bytes(1, 1) <= cost.batch_bytes(50, 1)
+    assert cost.capacity(1, 2**18) == 0 < cost.capacity(1, 2**20)
+
+
 def over_the_length(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     hidden = x[:, 0]
     for t in range(1, x.shape[1]):

@@ -34,7 +34,7 @@ from torchbudget.units import format_bytes
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
 # A piece is poor if it covers less than this share of the domain. After three poor pieces no more
-# are traced: the step has loops or chunks.
+# are traced: every shape may have a trace of its own.
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
 _MOST_PIECES: Final = 8
@@ -58,8 +58,6 @@ _LEAST_SECONDS: Final = 0.5
 # too low elsewhere; that of an LSTM was 1.0 % too low with 24, 0.3 % with 64, 0.1 % with 128.
 _HELD_OUT: Final = 128
 _LEAST_HELD_OUT: Final = 12  # if time is up
-# Larger numbers of samples that are tried for a shape without a piece.
-_TRIED: Final = 16
 # Numbers of turns are so far apart that one turn less is not the other number.
 _APART: Final = 3
 # Fewer turns may have no first, last and further one each.
@@ -230,18 +228,16 @@ class Covering:
         """The nearest shape of few turns of each loop, which takes less time.
 
         Raises:
-            UntraceableError: there are no loops, or no fewer turns.
+            UntraceableError: there are no loops, or only such of less than a few turns.
         """
         nodes = trace.expressions.nodes
-        loops = [(at, own) for at, own in trace.equalities.values() if nodes[at] != ["symbol", 0]]
-        turns = np.array(trace.expressions.evaluate(shapes, [at for at, _ in loops]), ndmin=2)
+        loops = [at for at, _ in trace.equalities.values() if nodes[at] != ["symbol", 0]]
+        turns = np.array(trace.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)
         if not loops or not enough.any():
-            raise UntraceableError("there is no loop of fewer turns")
-        least = turns[:, enough].sum(axis=0).min()
-        if least >= sum(own for _, own in loops):
-            raise UntraceableError("there is no loop of fewer turns")
-        return _distinct(shape, shapes[enough & (turns.sum(axis=0) == least)])
+            raise UntraceableError("there are no loops of few turns")
+        least = turns.sum(axis=0)
+        return _distinct(shape, shapes[enough & (least == least[enough].min())])
 
     def _freed(self, trace: Trace, kept: int, shape: Shape) -> Trace:
         """The trace for any value of each expression that has one value in it, but for one."""
@@ -308,7 +304,9 @@ class Covering:
             left: which of them no piece holds; changed.
         """
         shapes = self._shapes
-        equalities, harmless = set(piece.equalities), set[tuple[int, ...]]()
+        rows = enumerate(piece.conditions, start=len(piece.fixed))
+        equalities = {row for row, at in rows if piece.nodes[at][0] == "Equality"}
+        harmless: set[tuple[int, ...]] = set()
         sets = [tuple(np.flatnonzero(column).tolist()) for column in piece.failed(shapes).T]
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
@@ -324,8 +322,8 @@ class Covering:
                 continue
             chosen = dict.fromkeys(of_few[[-1] if known else [-1, 0]].tolist())
             tested = {self._limited(tuple(shapes[k].tolist())) for k in chosen}
-            rows = piece.failed(sorted(tested))
-            same = [tuple(np.flatnonzero(column).tolist()) == one for column in rows.T]
+            failed = piece.failed(sorted(tested))
+            same = [tuple(np.flatnonzero(column).tolist()) == one for column in failed.T]
             if all(same) and all(self._at(s) == piece.bytes_at([s])[0] for s in sorted(tested)):
                 harmless.add(one)
                 left[mine] = False
@@ -348,13 +346,12 @@ class Covering:
         return int(self._concrete[shape].peaks([shape])[0])
 
     def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
-        """Whether all shapes have a piece, but a few that have one for slightly more samples."""
+        """Whether all shapes have a piece; of a few, it is enough that one more sample has one."""
         some = self._shapes[left]
-        n = np.linspace(some[:, :1], (1 + _POOR) * some[:, :1], _TRIED)[1:].astype(int)
-        more = np.concatenate([np.hstack([one, some[:, 1:]]) for one in n])
-        owner = first_held(self.pieces, more)[0].reshape(len(n), -1)
-        every = bool((owner < len(self.pieces)).any(axis=0).all())
-        return every and len(some) < _POOR * len(left)
+        one_more = some + np.eye(1, some.shape[1], dtype=np.int64)
+        owner, _ = first_held(self.pieces, one_more)
+        are_held = (owner < len(self.pieces)) & (some[:, 0] * _POOR >= 1)
+        return bool(are_held.all()) and len(some) < _POOR * len(left)
 
     # The grid.
 

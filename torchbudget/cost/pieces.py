@@ -22,8 +22,6 @@ Total: TypeAlias = tuple[tuple[int, int], ...]  # expressions of storages, and t
 NOT_HELD, TESTED, EXACT = 0, 1, 2
 _CHUNK: Final = 2**13  # sizes at once
 _MOST_CELLS: Final = 10**7  # of arrays of events by shapes
-# Events that are compared to find where further turns of a loop end.
-_ALIKE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +114,6 @@ class Piece:
         return np.array(
             [*rows, *(~np.broadcast_to(one, len(shapes)).astype(bool) for one in values)], bool
         )
-
-    @property
-    def equalities(self) -> list[int]:
-        """The rows of `failed` that are equalities: a symbol turned into a number.
-
-        A coordinate that is fixed to 1 is none: torch only takes another kernel there.
-        """
-        rows = enumerate(self.conditions, start=len(self.fixed))
-        return [row for row, at in rows if self.nodes[at][0] == "Equality"]
 
     def holds(self, shapes: npt.ArrayLike) -> npt.NDArray[np.int8]:
         """`EXACT` if every condition holds, `TESTED` if a harmless set fails, else 0."""
@@ -263,7 +252,9 @@ class Trace:
 
 
 def joined(one: Trace, other: Trace) -> Trace:
-    """The trace for any value of what has one value in each trace: all numbers are linear in it.
+    """The trace for any value of the expression in which two traces differ.
+
+    Every number in it is linear in that value.
 
     Raises:
         UntraceableError: they differ in more than numbers.
@@ -341,8 +332,7 @@ def _places(one: IntArray, other: IntArray) -> IntArray:
     for k, item in enumerate(one.tolist()):
         if at > k + more or other[at] != item:
             # Further items are here: the place from which most items are the same.
-            some = one[k : k + _ALIKE]
-            runs = [_run(some, other[j : j + _ALIKE]) for j in range(at, k + more + 1)]
+            runs = [_run(one[k:], other[j:]) for j in range(at, k + more + 1)]
             if not max(runs, default=0):
                 raise UntraceableError("a turn of the loop differs from the others")
             at += runs.index(max(runs))
@@ -400,10 +390,10 @@ class _Turns:
         return node("Add", node("int", first - each * self._first), grown)
 
     def conditions(self, *, is_loop: bool) -> tuple[int, ...]:
-        """The conditions of both traces: instead of the equality two, that its ends hold.
+        """The conditions of both traces; in place of the equality, "at most" and "at least".
 
-        Either may fail, if traces show that it does not matter. But a loop has no third turn if it
-        has two: there, fewer turns are an equality, too.
+        Concrete traces may show that one of them does not matter. A loop of fewer turns has no
+        third turn, though: its "at least" is written as an equality, which is never set aside.
         """
         node = self.joined.node
         first, number = node("int", self._first), self._number
@@ -434,11 +424,8 @@ class _Turns:
         others = _counts(its[other.made], other.signs, len(kinds))
         before = np.vstack([np.maximum(mine, 0).sum(axis=0), mine.cumsum(axis=0)[made]])
         after = [np.maximum(others, 0).sum(axis=0), others.cumsum(axis=0)[places[made]]]
-        grown = np.vstack(after) - before
-        if (grown % self._more).any():
-            raise UntraceableError("the number of storages does not grow in each turn")
         expressions = [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
-        moments = np.hstack([before, before + grown])
+        moments = np.hstack([before, np.vstack(after)])
         rows = [moments[0], *np.unique(moments[1:], axis=0)]
         whole, *found = (
             self._total(expressions, row[: len(kinds)], row[len(kinds) :]) for row in rows

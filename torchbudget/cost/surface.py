@@ -1,7 +1,7 @@
 """The bytes of every shape, monotone, as a table of polynomials in n for each size.
 
-At each size a row is `c₀ + c₁·m + c₂·m²` from one number of samples to another, where m is what n
-exceeds the first of them by: below, it says nothing; above, it stays at its last value. The largest
+At each size a row is `c₀ + c₁·m + c₂·m²`, with m = n − first, from a first number of samples to a
+last one. Below the first it says nothing; above the last it stays at its last value. The largest
 row counts. Each coefficient is the running maximum over all shorter sizes, so neither more samples
 nor longer ones ever cost less.
 """
@@ -33,8 +33,7 @@ _CHANGES: Final = 3
 _SOME: Final = 64  # sizes at which they are searched
 _ANY_N: Final = 2 * _STARTS[-1]
 _NOTHING: Final = -(2.0**62)
-_LARGE: Final = 2.0**62  # bytes from here on count as too many for any budget
-_LARGE_INT: Final = 2**62
+_LARGE: Final = 2**62  # bytes from here on count as too many for any budget
 
 
 def levels_of(smallest: int, largest: int, multiple: int, axes: int) -> IntArray:
@@ -217,12 +216,12 @@ class Surface:
         """The most samples that fit a budget, for each size of the table."""
         room = budget_bytes - self.rows[:, 0]
         each, square = self.rows[:, 1], self.rows[:, 2]
-        more = np.where(each == 0, _LARGE_INT, np.maximum(room, 0) // np.maximum(each, 1))
+        more = np.where(each == 0, _LARGE, np.maximum(room, 0) // np.maximum(each, 1))
         if square.any():
             more = np.where(square > 0, _largest_root(square, each, room), more)
         # A row has no value below its first number of samples, and its last value beyond its end.
-        n = self.starts[:, None] + np.where(room < 0, -1, np.minimum(more, _LARGE_INT))
-        n = np.where(n >= np.minimum(self.ends, _LARGE_INT)[:, None], MAX_BYTES, n)
+        n = self.starts[:, None] + np.where(room < 0, -1, np.minimum(more, _LARGE))
+        n = np.where(n >= np.minimum(self.ends, _LARGE)[:, None], MAX_BYTES, n)
         most = np.minimum(n.min(axis=0), self.most)
         return most if budget_bytes >= self.empty else np.zeros_like(most)
 
