@@ -356,40 +356,13 @@ class Covering:
     # The grid.
 
     def _make_grid(self, left: IntArray) -> None:
-        """Trace columns, and further ones between two that predict their middle badly."""
+        """Trace columns, and those of drawn shapes that lie off, until further shapes do not."""
         self._deadline = time.process_time() + self.seconds
         domain = self.subject.domain
         sizes = domain.nodes(3 if domain.axes < 3 else 2)
-        done: set[tuple[int, int, int]] = set()
-        while True:
-            grid = self.grid = self._grid_of(sizes)
-            worst, at = 1.0, None
-            for axis, nodes in enumerate(sizes):
-                for low, high in pairwise(nodes):
-                    middle = domain.on_axis(axis, (low * high) ** 0.5)
-                    between = low < middle < high
-                    if not between or (axis, low, high) in done or not self._has_time():
-                        continue
-                    others = [one[-1] for one in sizes]
-                    others[axis] = middle
-                    column = self._column((*others,))
-                    real = np.array([*column.values()])
-                    off = self._off(grid.bytes_at([(n, *others) for n in column]), real)
-                    if off <= 1:
-                        done.add((axis, low, high))
-                    if off > worst:
-                        worst, at = off, (axis, middle)
-            if at is not None:
-                sizes[at[0]] = sorted({*sizes[at[0]], at[1]})
-                continue
-            if domain.axes == 1:  # every traced size is a node
-                grid = self.grid = self._grid_of([sorted(size for (size,) in self._columns)])
-            off, outlier = self._hold_out(grid, left)
-            if off <= _OFF or not self._has_time():
-                break
-            # It would raise other shapes, too, so it becomes a node.
-            self._column(outlier[1:], outlier[0])
-            sizes = [sorted({*one, new}) for one, new in zip(sizes, outlier[1:], strict=True)]
+        while (off := self._hold_out(sizes, left)) is not None:
+            self._column(off[1:], off[0])  # it would raise other shapes, too, so it becomes a node
+            sizes = [sorted({*one, new}) for one, new in zip(sizes, off[1:], strict=True)]
 
     def _off(self, found: FloatArray, real: FloatArray) -> float:
         """The largest error of bytes that fit the budget, as a multiple of what is allowed."""
@@ -449,31 +422,34 @@ class Covering:
         self._columns[size] = dict(sorted(known.items()))
         return self._columns[size]
 
-    def _hold_out(self, grid: Grid, left: IntArray) -> tuple[float, Shape]:
-        """Raise the grid by the largest error on shapes that are no nodes.
+    def _hold_out(self, sizes: list[list[int]], left: IntArray) -> Shape | None:
+        """Make the grid, and raise it by the largest error on shapes that are no nodes.
 
         Returns:
-            The largest error, too high or too low, and its shape.
+            A shape that is too far off, while there is time to trace further columns.
         """
+        grid = self._grid_of(sizes)
         known = left[:, 0] <= grid.known_at(left[:, 1:])
         left = left[known & (grid.bytes_at(left) <= self.room)]
         shapes: list[Shape] = []
-        for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
+        for drawn in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             late = time.process_time() > self._deadline + self.seconds / 2
             if late and len(shapes) >= _LEAST_HELD_OUT:
                 break
-            shapes.append(self._limited(tuple(shape)))
-            self._at(shapes[-1])
+            shape = self._limited(tuple(drawn))
+            off = self._off(grid.bytes_at([shape]), np.array([self._at(shape)]))
+            if off > 1 and self._has_time():
+                return shape
+            shapes.append(shape)
         self._num_held_out = len(shapes)
-        if not shapes:
-            return 0.0, (1, *self.subject.domain.smallest)
-        real = np.array([self._at(shape) for shape in shapes])
-        found = grid.bytes_at(shapes)
-        errors, most = real / found - 1, max((real - found).max(), 0.0)
-        raised = max(float(errors.max()), 0.0)
-        self.grid = replace(grid, raised_share=raised, raised_bytes=float(most))
-        worst = int(np.abs(errors).argmax())
-        return float(abs(errors[worst])), shapes[worst]
+        real = np.array([self._at(shape) for shape in shapes], float)
+        found = grid.bytes_at(shapes) if shapes else real
+        self.grid = replace(
+            grid,
+            raised_share=float((real / found - 1).max(initial=0.0)),
+            raised_bytes=float((real - found).max(initial=0.0)),
+        )
+        return None
 
     def _note_what_is_left(self, trace: Trace, shape: IntArray) -> None:
         living = trace.living(shape)[:, 0]
