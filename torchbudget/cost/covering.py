@@ -42,9 +42,6 @@ _MOST_SECONDS: Final = 60.0  # of computing for pieces
 # Most samples in traces that are compared; with a budget, more if they fit.
 _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
-# The first pieces are compared with concrete traces: a decomposition of an LSTM was 9 % too low at
-# large shapes.
-_VERIFIED: Final = 2
 # A grid is refined while the error in the middle of a cell exceeds this, until time is up.
 _OFF: Final = 0.01
 # Least ratio of consecutive numbers of samples in a column, which limits the time.
@@ -156,16 +153,15 @@ class Covering:
             before = left.copy()
             piece, near = self._continued(trace, shape, every)
             few &= near
-            left &= piece.holds(shapes) == NOT_HELD
-            piece = self._tested(piece, near, left)
-            held = every[piece.holds(every) != NOT_HELD]
-            if len(held):
-                piece = piece.kept(held)
-                try:
+            try:
+                piece = self._tested(piece, near, left)
+                held = every[piece.holds(every) != NOT_HELD]
+                if len(held):
+                    piece = piece.kept(held)
                     piece.in_n(np.unique(shapes[:, 1:], axis=0))
                     self.pieces.append(piece)
-                except UntraceableError as error:
-                    self.reason, left[:] = str(error), before
+            except UntraceableError as error:
+                self.reason, left[:] = str(error), before
             left[(shapes == middle).all(axis=1)] = False
             gained = int(before.sum()) - int(left.sum())
             poor += gained < _POOR * len(shapes)
@@ -175,28 +171,10 @@ class Covering:
             limit = self._limit(self.subject.domain.between(0.0))
             trace = self._traced(shape, limit)
             trace.piece([shape]).in_n(np.array([shape[1:]]))
-            if len(self.pieces) < _VERIFIED:
-                self._verify(trace)
         except (UntraceableError, ValueDependentError) as error:  # concrete traces may know
             self.reason = str(error)
             return None
         return trace
-
-    def _verify(self, trace: Trace) -> None:
-        """Compare a piece with concrete traces, at its largest and its middle shape.
-
-        An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
-        """
-        piece = trace.piece(self._shapes)
-        shapes = self._shapes[piece.holds(self._shapes) != NOT_HELD]
-        order = np.argsort(np.log(shapes).sum(axis=1))
-        for index in dict.fromkeys([-1, len(order) // 2] if len(order) else []):
-            shape = self._limited(tuple(shapes[order[index]].tolist()), piece)
-            real, found = self._at(shape), int(trace.peaks([shape])[0])
-            if found != real:
-                raise UntraceableError(
-                    f"the symbolic trace is off by {found / real - 1:+.2%} at {shape}"
-                )
 
     def _continued(
         self, trace: Trace, shape: Shape, every: IntArray
@@ -293,47 +271,50 @@ class Covering:
     def _tested(
         self, piece: Piece, few: npt.NDArray[np.bool_], left: npt.NDArray[np.bool_]
     ) -> Piece:
-        """Find sets of failed conditions that do not matter: concrete traces have the same peaks.
+        """Compare a piece with concrete traces, where it holds and where some conditions fail.
 
-        Many conditions only choose between kernels, or strides, that need the same bytes. Sets
-        with an equality are never taken.
+        An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
+        Many conditions only choose between kernels, or strides, that need the same bytes. Such a
+        set of failed ones is harmless, but never one with an equality.
 
         Args:
             piece: the piece.
             few: which of the shapes may be traced: a loop has few turns there.
             left: which of them no piece holds; changed.
+
+        Raises:
+            UntraceableError: the bytes differ although all conditions hold.
         """
         shapes = self._shapes
         rows = enumerate(piece.conditions, start=len(piece.fixed))
         equalities = {row for row, at in rows if piece.nodes[at][0] == "Equality"}
         harmless: set[tuple[int, ...]] = set()
-        sets = [tuple(np.flatnonzero(column).tolist()) for column in piece.failed(shapes).T]
+        sets = _failing(piece, shapes)
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
-            if equalities & set(one) or not self._has_time():
+            if one and (equalities & set(one) or not self._has_time()):
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
+            of_few = mine[few[mine]].tolist()
             # One shape is enough to test conditions that are each harmless.
             known = len(one) > 1 and all((k,) in harmless for k in one)
-            of_few = mine[few[mine]]
-            if not len(of_few):
+            chosen = {*of_few[-1:], *(() if known else of_few[:1])}
+            limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
+            tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
+            off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
+            if any(off) and not one:
+                raise UntraceableError(f"the symbolic trace is off by {max(off, key=abs):+.2%}")
+            if one and (any(off) or not off):
                 continue
-            chosen = dict.fromkeys(of_few[[-1] if known else [-1, 0]].tolist())
-            tested = {self._limited(tuple(shapes[k].tolist())) for k in chosen}
-            failed = piece.failed(sorted(tested))
-            same = [tuple(np.flatnonzero(column).tolist()) == one for column in failed.T]
-            if all(same) and all(self._at(s) == piece.bytes_at([s])[0] for s in sorted(tested)):
-                harmless.add(one)
-                left[mine] = False
+            left[mine] = False
+            harmless |= {one} if one else set()
         return replace(piece, harmless=tuple(sorted(harmless)))
 
-    def _limited(self, shape: Shape, piece: Piece | None = None) -> Shape:
+    def _limited(self, shape: Shape) -> Shape:
         """The shape with no more samples than a real batch may have."""
-        n = min(shape[0], self.subject.most_samples(shape[1:]))
-        limited = (n, *shape[1:])
-        return shape if piece is not None and not piece.holds([limited])[0] else limited
+        return (min(shape[0], self.subject.most_samples(shape[1:])), *shape[1:])
 
     def _at(self, shape: Shape, most_seconds: float = math.inf) -> int:
         """The bytes of a concrete trace; of the next larger shape, if no batch has this one."""
@@ -475,6 +456,11 @@ class Covering:
                 f"{known}; the largest error on {self._num_held_out} other shapes, "
                 f"{self.grid.raised_share:.2%} but at most {most}, is added there"
             )
+
+
+def _failing(piece: Piece, shapes: npt.ArrayLike) -> list[tuple[int, ...]]:
+    """The conditions of a piece that fail at each shape, as rows of `failed`."""
+    return [tuple(np.flatnonzero(column).tolist()) for column in piece.failed(shapes).T]
 
 
 def _distinct(shape: Shape, others: IntArray) -> Shape:
