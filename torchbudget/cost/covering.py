@@ -120,7 +120,7 @@ class Covering:
         try:
             self._recipe = Recipe(self.subject.batch, self.subject.domain.recipe_shapes())
             self._cover(left)
-        except UntraceableError as error:
+        except (UntraceableError, ValueDependentError) as error:  # concrete traces may know
             self.reason = self.reason or str(error)
             if self._recipe is None:
                 self.subject.warn(f"shapes are measured one by one, which takes minutes: {error}")
@@ -136,6 +136,7 @@ class Covering:
         logs, poor, few = np.log(shapes), 0, np.ones(len(shapes), bool)
         many = self.subject.domain.draw(_DRAWN // 4, _MANY, seed=1)
         every = np.concatenate([shapes, many])
+        limit = self._limit(self.subject.domain.between(0.0))
         while not self._is_covered(left):
             if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
                 return
@@ -144,9 +145,7 @@ class Covering:
             off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
             middle = shapes[inside[off.sum(axis=1).argmin()]]
             shape = _distinct(tuple(middle.tolist()), shapes[inside])
-            trace = self._trace_at(shape)
-            if trace is None:
-                return
+            trace = self._traced(shape, limit)
             with suppress(UntraceableError, ValueDependentError):
                 fewer = self._of_fewer_turns(trace, shape, shapes[inside])
                 trace, shape = self._traced(fewer), fewer
@@ -165,16 +164,6 @@ class Covering:
             left[(shapes == middle).all(axis=1)] = False
             gained = int(before.sum()) - int(left.sum())
             poor += gained < _POOR * len(shapes)
-
-    def _trace_at(self, shape: Shape) -> Trace | None:
-        try:
-            limit = self._limit(self.subject.domain.between(0.0))
-            trace = self._traced(shape, limit)
-            trace.piece([shape]).in_n(np.array([shape[1:]]))
-        except (UntraceableError, ValueDependentError) as error:  # concrete traces may know
-            self.reason = str(error)
-            return None
-        return trace
 
     def _continued(
         self, trace: Trace, shape: Shape, every: IntArray
