@@ -123,9 +123,18 @@ def products(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     return torch.matmul(weights, heads) + weights.matmul(heads[0, :1])
 
 
+def indexed(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """`:` beside other indexes; the last position, and one that follows from the shape."""
+    y, last = layer(x), x.shape[1] - 1
+    return y[:, 1:] * y[:, :-1] + y[:, 0, None] + y[:, last, None] * y[:, :1, ..., -1:]
+
+
 @pytest.mark.parametrize(
     "forward",
-    [padded, interpolated, resized, one_hot, contrastive, capacity, biased, grouped, products],
+    [
+        padded, interpolated, resized, one_hot, contrastive, capacity, biased, grouped, products,
+        indexed,
+    ],
     ids=lambda one: one.__name__,
 )  # fmt: skip
 def test_what_is_mended(forward: Any) -> None:

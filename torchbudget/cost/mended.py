@@ -31,11 +31,14 @@ def mended() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "matmul", _matmul))
         stack.enter_context(patch.object(torch.Tensor, "matmul", _matmul))
         stack.enter_context(patch.object(torch.Tensor, "__matmul__", _matmul))
+        stack.enter_context(patch.object(torch.Tensor, "__getitem__", _getitem))
         yield
 
 
 _python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F.one_hot
 _torch_from_numpy, _torch_matmul = torch.from_numpy, torch.matmul
+_torch_getitem: Any = torch.Tensor.__getitem__
+_BASIC: Final = (int, torch.SymInt, slice, type(None), type(Ellipsis))
 
 
 def _len(one: Any) -> Any:
@@ -44,6 +47,26 @@ def _len(one: Any) -> Any:
     if isinstance(first, torch.SymInt):
         return first
     return _python_len(one)
+
+
+def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """Indexing without `:`, which torch leaves out for numbers alone: its backward makes a copy."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(type(one) in _BASIC for one in items):
+        return _torch_getitem(tensor, index)  # type: ignore[no-any-return]
+    at = 0
+    for k, one in enumerate(items):
+        if one is Ellipsis:
+            at = tensor.dim() - sum(later is not None for later in items[k + 1 :])
+        elif isinstance(one, (int, torch.SymInt)):
+            tensor = tensor.select(at, one)
+        else:
+            if one is None:
+                tensor = tensor.unsqueeze(at)
+            elif one != slice(None):
+                tensor = _ATEN.slice(tensor, at, one.start, one.stop, one.step or 1)
+            at += 1
+    return tensor
 
 
 def _matmul(input: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Tensor:  # noqa: A002
