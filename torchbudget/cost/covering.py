@@ -61,8 +61,9 @@ _APART: Final = 3
 _LEAST_TURNS: Final = 5
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
-# Numbers of samples that are searched for other peaks: another sum may be the largest there.
-_MANY: Final = 2**20
+# Sizes, and numbers of samples of each, that are searched for other peaks.
+_SOME: Final = 32
+_MANY: Final = 2 ** np.arange(21)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,8 +135,8 @@ class Covering:
     def _cover(self, left: npt.NDArray[np.bool_]) -> None:
         shapes = self._shapes
         logs, poor, few = np.log(shapes), 0, np.ones(len(shapes), bool)
-        many = self.subject.domain.draw(_DRAWN // 4, _MANY, seed=1)
-        every = np.concatenate([shapes, many])
+        sizes = np.unique(shapes[:, 1:], axis=0)
+        some = sizes[np.linspace(0, len(sizes) - 1, _SOME).astype(int)]
         limit = self._limit(self.subject.domain.between(0.0))
         while not self._is_covered(left):
             if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
@@ -149,6 +150,8 @@ class Covering:
             with suppress(UntraceableError, ValueDependentError):
                 fewer = self._of_fewer_turns(trace, shape, shapes[inside])
                 trace, shape = self._traced(fewer), fewer
+            columns = [_column_of(size, _MANY) for size in (*some, shape[1:])]
+            every = np.concatenate([shapes, *columns])
             before = left.copy()
             piece, near = self._continued(trace, shape, every)
             few &= near
@@ -157,7 +160,7 @@ class Covering:
                 held = every[piece.holds(every) != NOT_HELD]
                 if len(held):
                     piece = piece.kept(held)
-                    piece.in_n(np.unique(shapes[:, 1:], axis=0))
+                    piece.in_n(sizes)
                     self.pieces.append(piece)
             except UntraceableError as error:
                 self.reason, left[:] = str(error), before
@@ -239,8 +242,7 @@ class Covering:
         The next larger; with the piece of all storages, the largest up to a multiple at which its
         other conditions hold.
         """
-        n = np.arange(1, 4 * shape[0])
-        along_n = np.column_stack([n, np.tile(shape[1:], (len(n), 1))])
+        along_n = _column_of(shape[1:], np.arange(1, 4 * shape[0]))
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
         wanted, own = zip(*trace.equalities.values(), strict=True)
@@ -290,6 +292,9 @@ class Covering:
             # One shape is enough to test conditions that are each harmless.
             known = len(one) > 1 and all((k,) in harmless for k in one)
             chosen = {*of_few[-1:], *(() if known else of_few[:1])}
+            if not one:  # the largest shape of each sum of storages that is a peak
+                tops = piece.tops(shapes[of_few]).tolist()
+                chosen = {*dict(zip(tops, of_few, strict=True)).values()}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
             tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
             off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
@@ -450,6 +455,11 @@ class Covering:
 def _failing(piece: Piece, shapes: npt.ArrayLike) -> list[tuple[int, ...]]:
     """The conditions of a piece that fail at each shape, as rows of `failed`."""
     return [tuple(np.flatnonzero(column).tolist()) for column in piece.failed(shapes).T]
+
+
+def _column_of(size: tuple[int, ...], numbers: IntArray) -> IntArray:
+    """The shapes of some numbers of samples of one size."""
+    return np.column_stack([numbers, np.tile(size, (len(numbers), 1))])
 
 
 def _distinct(shape: Shape, others: IntArray) -> Shape:

@@ -87,8 +87,12 @@ class Piece:
 
     def kept(self, shapes: npt.ArrayLike) -> Piece:
         """The piece with only those sums that are the peak at one of some shapes, `(S, d)`."""
-        largest = np.unique(self._totals(shapes).argmax(axis=0)).tolist()
-        return replace(self, sums=tuple(self.sums[k] for k in largest))
+        return replace(self, sums=tuple(self.sums[k] for k in np.unique(self.tops(shapes))))
+
+    def tops(self, shapes: npt.ArrayLike) -> IntArray:
+        """Which sum is the peak at each shape, `(S, d)`: shape `(S,)`."""
+        tops: IntArray = self._totals(shapes).argmax(axis=0)
+        return tops
 
     def _totals(self, shapes: npt.ArrayLike) -> IntArray:
         """Each sum at each shape, `(S, d)`: shape `(sums, S)`."""
