@@ -260,11 +260,20 @@ def test_a_branch_makes_a_piece() -> None:
     step = training(forward, nn.Linear(16, 16))
     cost = measure_cost(step, frames, max_size=512, method="trace")
     tracer = Tracer(step, lambda shape: frames(*shape), TrainingState(step))
-    for shape in [(50, 128), (50, 129), (1, 128), (1, 500), (200, 64)]:
+    for shape in [(50, 128), (50, 129), (1, 128), (1, 500), (200, 64), (2, 65), (3, 127)]:
         assert cost.traced_bytes(*shape) == tracer.concrete(shape).peaks([shape])[0]
         assert cost.label(*shape) in ("exact", "tested")
         assert cost.batch_bytes(*shape) >= cost.traced_bytes(*shape)
     assert cost.grid is None
+
+
+def test_one_size_that_no_trace_holds() -> None:
+    """Where samples are cut to a length: it costs what the next longer size does."""
+    step = training(lambda x, layer: layer(x[:, :77]), nn.Linear(16, 16))
+    cost = measure_cost(step, frames, max_size=300, min_size=2, method="trace")
+    assert [cost.label(2, size) for size in (76, 77, 78)] == ["exact", "raised", "exact"]
+    assert cost.batch_bytes(50, 76) < cost.batch_bytes(50, 77) == cost.batch_bytes(50, 78)
+    assert 0 < cost.capacity(300, 2**28) <= cost.capacity(77, 2**28)
 
 
 @pytest.mark.slow

@@ -97,6 +97,11 @@ class Surface:
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
         if grid is None:
             owner = _filled(owner.reshape(-1, len(points)), len(pieces)).reshape(owner.shape)
+            held = points[(owner < len(pieces)).any(axis=(0, 1))]
+            some = [np.unique(column) for column in held.T]
+            if len(held) and sum(map(len, some)) < sum(map(len, levels)):
+                # Nothing is known at a size: it is rounded up to the next.
+                return cls.of(some, pieces, grid, empty=empty, offset=offset, scale=scale)
         shape = tuple(map(len, levels))
         # The first and the last n of a row, and the row.
         found: list[tuple[int, int, FloatArray]] = []
