@@ -419,11 +419,7 @@ class Covering:
         self._num_held_out = len(shapes)
         real = np.array([self._at(shape) for shape in shapes], float)
         found = grid.bytes_at(shapes) if shapes else real
-        self.grid = replace(
-            grid,
-            raised_share=float((real / found - 1).max(initial=0.0)),
-            raised_bytes=float((real - found).max(initial=0.0)),
-        )
+        self.grid = replace(grid, raised=float((real / found - 1).max(initial=0.0)))
         return None
 
     def _note_what_is_left(self, trace: Trace, shape: IntArray) -> None:
@@ -441,14 +437,13 @@ class Covering:
             )
         if self.grid is not None:
             why = self.reason and f" ({self.reason})"
-            most = format_bytes(math.ceil(self.grid.raised_bytes))
             known = f"up to {self.grid.most:,} samples"
             if self._ends:
                 known += f", traced up to {min(self._ends.values()):,} of some sizes"
             self.subject.notes.append(
                 f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
                 f"{known}; the largest error on {self._num_held_out} other shapes, "
-                f"{self.grid.raised_share:.2%} but at most {most}, is added there"
+                f"{self.grid.raised:.2%}, is added there"
             )
 
 

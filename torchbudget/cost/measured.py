@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST_MARGIN: Final = 1000
 # A margin grows by this when an allocation failed: a step that repeats until none fails.
 _FAILED: Final = 0.02
-_FORMAT: Final = 5  # of files
+_FORMAT: Final = 6  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
 # Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
 # enough that the sum over a window does not wrap.

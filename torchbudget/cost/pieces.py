@@ -481,9 +481,7 @@ class Grid:
         values: bytes at each of these numbers.
         most: the largest number of samples at which bytes are known.
         reached: the most bytes that were measured; larger batches are not known.
-        raised_share: the largest relative error on other shapes. Bytes are raised by it, or by
-            `raised_bytes` if that is less.
-        raised_bytes: the largest absolute error on other shapes.
+        raised: the share by which bytes are raised: the largest error on other shapes.
         ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
@@ -492,8 +490,7 @@ class Grid:
     values: tuple[tuple[float, ...], ...]
     most: int
     reached: int = MAX_BYTES
-    raised_share: float = 0.0
-    raised_bytes: float = 0.0
+    raised: float = 0.0
     ends: tuple[int, ...] = ()
 
     @property
@@ -516,7 +513,7 @@ class Grid:
             for column in np.unique(columns[weight > 0]).tolist():
                 mine = (columns == column) & (weight > 0)
                 total[mine] += weight[mine] * self._along(column, area[mine])
-        return total + np.minimum(self.raised_share * total, self.raised_bytes)
+        return total * (1 + self.raised)
 
     def known_at(self, sizes: IntArray) -> IntArray:
         """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
