@@ -29,7 +29,7 @@ from torchbudget.cost.pieces import (
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
@@ -156,7 +156,7 @@ class Covering:
             piece, near = self._continued(trace, shape, every)
             few &= near
             try:
-                piece = self._tested(piece, near, left)
+                piece = self._tested(piece, few, left)
                 held = every[piece.holds(every) != NOT_HELD]
                 if len(held):
                     piece = piece.kept(held)
@@ -179,7 +179,7 @@ class Covering:
         rows, freed = [*trace.equalities], trace
         for row, (at, own) in trace.equalities.items():
             with suppress(UntraceableError, ValueDependentError):
-                further = self._further(trace, [row], shape)
+                further = self._further(trace, row, shape)
                 one = self._freed(trace, row, shape)
                 other = self._freed(self._traced(further), row, further)
                 piece, whole = continued(one, other, every)
@@ -189,7 +189,7 @@ class Covering:
                 return piece, turns <= _FEW * own
         for row in rows:
             with suppress(UntraceableError, ValueDependentError):
-                one = joined(freed, self._traced(self._further(trace, [row], shape)))
+                one = joined(freed, self._traced(self._further(trace, row, shape)))
                 self._check_whole(trace, [row], shape, one.whole())
                 freed = one
         return freed.piece(every), np.ones(len(self._shapes), bool)
@@ -214,7 +214,7 @@ class Covering:
         found = trace
         for row in trace.equalities:
             if row != kept:
-                found = joined(found, self._traced(self._further(trace, [row], shape)))
+                found = joined(found, self._traced(self._further(trace, row, shape)))
         return found
 
     def _traced(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
@@ -225,39 +225,59 @@ class Covering:
         return self._symbolic[shape]
 
     def _check_whole(self, trace: Trace, rows: list[int], shape: Shape, whole: Piece) -> None:
-        """Compare all storages with those of one more trace, far from the others.
+        """Compare all storages with those of two more traces, far from the others.
+
+        Numbers that rise in stairs, as of a length padded to a multiple, may lie on a line at some
+        values, but not at values next to each other.
 
         Raises:
             UntraceableError: they differ: what differs between traces does not grow evenly.
         """
-        far = self._further(trace, rows, shape, whole)
-        if self._traced(far).allocated(far) != whole.bytes_at([far])[0]:
-            raise UntraceableError("what differs between traces does not grow evenly")
+        near, values = self._moved(trace, rows, shape)
+        own = np.array([[trace.equalities[row][1]] for row in rows])
+        second = np.array([[self._moved(trace, [row], shape)[1].min()] for row in rows])
+        right = ((values > second) & (values <= np.maximum(_FEW * own, second + _APART))).all(
+            axis=0
+        )
+        right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
+        if not right.any():
+            raise UntraceableError("no shape has many more turns of the loop")
+        near, values = near[right], values[:, right]
+        last = values.sum(axis=0).argmax()
+        off = np.abs(values - values[:, [last]])
+        other = np.where(off.all(axis=0), off.sum(axis=0), MAX_BYTES).argmin()
+        for k in (last, other):
+            far = self.subject.domain.occurring(tuple(near[k].tolist()))
+            self._at(far)
+            if self._concrete[far].allocated(far) != whole.bytes_at([far])[0]:
+                raise UntraceableError("what differs between traces does not grow evenly")
 
-    def _further(
-        self, trace: Trace, rows: list[int], shape: Shape, whole: Piece | None = None
-    ) -> Shape:
-        """A shape at which some expressions have larger values, and others the same.
+    def _further(self, trace: Trace, row: int, shape: Shape) -> Shape:
+        """A shape at which an expression has the next larger value, and others the same."""
+        near, [values] = self._moved(trace, [row], shape)
+        near = near[values == values.min()]
+        return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
-        The next larger; with the piece of all storages, the largest up to a multiple at which its
-        other conditions hold.
+    def _moved(self, trace: Trace, rows: list[int], shape: Shape) -> tuple[IntArray, IntArray]:
+        """Shapes at which some expressions have larger values, and others the same.
+
+        Returns:
+            The shapes, `(S, d)`, and these larger values, shape `(rows, S)`.
+
+        Raises:
+            UntraceableError: there are none.
         """
         along_n = _column_of(shape[1:], np.arange(1, 4 * shape[0]))
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
         wanted, own = zip(*trace.equalities.values(), strict=True)
-        more = np.array(trace.expressions.evaluate(near, wanted)) - np.array(own)[:, None]
-        moved = np.isin([*trace.equalities], rows)[:, None]
-        right = np.where(moved, more >= _APART, more == 0).all(axis=0)
-        if whole is not None:
-            most = np.maximum((_FEW - 1) * np.array(own), 2 * _APART)
-            right &= (more <= most[:, None]).all(axis=0)
-            right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
+        values = np.array(trace.expressions.evaluate(near, wanted))
+        more = values - np.array(own)[:, None]
+        moved = np.isin([*trace.equalities], rows)
+        right = np.where(moved[:, None], more >= _APART, more == 0).all(axis=0)
         if not right.any():
             raise UntraceableError("no shape has more turns of the loop")
-        near, more = near[right], more.sum(axis=0)[right]
-        near = near[more == (more.min() if whole is None else more.max())]
-        return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
+        return near[right], values[moved][:, right]
 
     def _tested(
         self, piece: Piece, few: npt.NDArray[np.bool_], left: npt.NDArray[np.bool_]
