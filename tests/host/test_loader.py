@@ -340,7 +340,7 @@ REFUSED |= {
     ),
     "no labels": (
         CostError,
-        "the step raised KeyError: 'y', on a batch of make_batch, which must have all",
+        "the step raised KeyError: 'y', on 1 samples of size",
         lambda: tb.measure_cost(
             lambda batch: MODEL(batch["y"]).sum().backward(),
             lambda n, _: {"x": torch.ones(n, 1)},

@@ -29,6 +29,7 @@ from torchbudget.cost.pieces import (
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
@@ -93,7 +94,7 @@ class Covering:
     probes: list[Probe] = field(default_factory=list)
     empty: int = 0
     reason: str = ""
-    _num_held_out: int = 0
+    _errors: FloatArray = field(default_factory=lambda: np.zeros(0))  # on held-out shapes
     _recipe: Recipe | None = None  # of the batches, if there is one
     _shapes: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # that are drawn
     _symbolic: dict[Shape, Trace] = field(default_factory=dict)
@@ -334,7 +335,13 @@ class Covering:
         """The bytes of a concrete trace; of the next larger shape, if no batch has this one."""
         shape = self.subject.domain.occurring(shape)
         if shape not in self._concrete:
-            self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
+            try:
+                self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
+            except CostError as error:
+                if type(error) is not CostError:
+                    raise
+                size = ", ".join(map(str, shape[1:]))
+                raise CostError(f"{error} (with {shape[0]} samples of size {size})") from error
             peak = int(self._concrete[shape].peaks([shape])[0])
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
@@ -425,7 +432,8 @@ class Covering:
         """
         grid = self._grid_of(sizes)
         known = left[:, 0] <= grid.known_at(left[:, 1:])
-        left = left[known & (grid.bytes_at(left) <= self.room)]
+        # Bytes that are too high count as well.
+        left = left[known & (grid.bytes_at(left) <= 2 * self.room)]
         shapes: list[Shape] = []
         for drawn in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             late = time.process_time() > self._deadline + self.seconds / 2
@@ -436,9 +444,9 @@ class Covering:
             if off > 1 and self._has_time():
                 return shape
             shapes.append(shape)
-        self._num_held_out = len(shapes)
         real = np.array([self._at(shape) for shape in shapes], float)
         found = grid.bytes_at(shapes) if shapes else real
+        self._errors = found / real - 1
         self.grid = replace(grid, raised=float((real / found - 1).max(initial=0.0)))
         return None
 
@@ -462,8 +470,8 @@ class Covering:
                 known += f", traced up to {min(self._ends.values()):,} of some sizes"
             self.subject.notes.append(
                 f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
-                f"{known}; the largest error on {self._num_held_out} other shapes, "
-                f"{self.grid.raised:.2%}, is added there"
+                f"{known}; {len(self._errors)} other shapes were up to {self.grid.raised:.2%} too "
+                f"low, which is added, and up to {self._errors.max(initial=0.0):.2%} too high"
             )
 
 

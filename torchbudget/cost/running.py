@@ -19,7 +19,7 @@ from torchbudget.cost.agree import JoinedRanks
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
-from torchbudget.errors import CostError
+from torchbudget.errors import CostError, TorchBudgetError
 from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
@@ -141,7 +141,16 @@ class StepRunner:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
         times = 1 if self._beside_bytes else 2
-        peak, beside_bytes, seconds = self._peak([(n, size)] * times)
+        try:
+            peak, beside_bytes, seconds = self._peak([(n, size)] * times)
+        except (ProbeOutOfMemoryError, TorchBudgetError):
+            raise
+        except Exception as error:
+            raise CostError(
+                f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
+                "it must take batches of one sample and more, of all sizes, and make_batch must "
+                "give all fields that it reads, labels included"
+            ) from error
         self._beside_bytes.append(beside_bytes)
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
@@ -302,11 +311,6 @@ class _Runs:
             first = self.runner.run(1, smallest)
         except ProbeOutOfMemoryError as error:
             raise CostError(f"one sample of size {smallest} does not fit into memory") from error
-        except (LookupError, AttributeError, TypeError) as error:
-            raise CostError(
-                f"the step raised {type(error).__name__}: {error}, on a batch of make_batch, which "
-                "must have all fields that the step reads, labels included"
-            ) from error
         if first.peak_bytes > self.room:
             raise CostError(
                 f"one sample of size {smallest} needs {format_bytes(first.peak_bytes)}, with "
