@@ -186,7 +186,7 @@ class Covering:
                 piece, whole = continued(one, other, every)
                 self._check_whole(trace, rows, shape, whole)
                 piece.in_n(np.array([shape[1:]]))
-                [turns] = trace.expressions.evaluate(self._shapes, [at])
+                [turns] = trace.base.expressions.evaluate(self._shapes, [at])
                 return piece, turns <= _FEW * own
         for row in rows:
             with suppress(UntraceableError, ValueDependentError):
@@ -201,9 +201,9 @@ class Covering:
         Raises:
             UntraceableError: there are no loops, or only such of less than a few turns.
         """
-        nodes = trace.expressions.nodes
+        nodes = trace.base.nodes
         loops = [at for at, _ in trace.equalities.values() if nodes[at] != ["symbol", 0]]
-        turns = np.array(trace.expressions.evaluate(shapes, loops), ndmin=2)
+        turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)
         if not loops or not enough.any():
             raise UntraceableError("there are no loops of few turns")
@@ -250,7 +250,7 @@ class Covering:
         for k in (last, other):
             far = self.subject.domain.occurring(tuple(near[k].tolist()))
             self._at(far)
-            if self._concrete[far].allocated(far) != whole.bytes_at([far])[0]:
+            if self._concrete[far].whole().bytes_at([far]) != whole.bytes_at([far]):
                 raise UntraceableError("what differs between traces does not grow evenly")
 
     def _further(self, trace: Trace, row: int, shape: Shape) -> Shape:
@@ -272,7 +272,7 @@ class Covering:
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
         wanted, own = zip(*trace.equalities.values(), strict=True)
-        values = np.array(trace.expressions.evaluate(near, wanted))
+        values = np.array(trace.base.expressions.evaluate(near, wanted))
         more = values - np.array(own)[:, None]
         moved = np.isin([*trace.equalities], rows)
         right = np.where(moved[:, None], more >= _APART, more == 0).all(axis=0)

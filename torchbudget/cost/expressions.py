@@ -139,9 +139,10 @@ class Expressions:
         return cls([list(node) for node in nodes])
 
     def evaluate(self, shapes: npt.ArrayLike, wanted: Sequence[int]) -> list[Any]:
-        """The wanted expressions at each shape, `(S, d)`: arrays of shape `(S,)`, or scalars."""
-        columns = np.atleast_2d(np.asarray(shapes, np.int64)).T
-        return [most for _, most in self._bounded([*columns], wanted)]
+        """The wanted expressions at each shape, `(S, d)`: arrays of shape `(S,)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        found = self._bounded([*shapes.T], wanted)
+        return [np.broadcast_to(most, len(shapes)) for _, most in found]
 
     def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> list[FloatArray]:
         """Each wanted expression as a polynomial in n that is nowhere smaller.

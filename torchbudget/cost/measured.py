@@ -468,7 +468,7 @@ def _plain(value: Any) -> Any:
     """An array or a dataclass as JSON has it."""
     if isinstance(value, np.ndarray):
         return value.tolist()
-    names = [one.name for one in fields(value) if not one.name.startswith("_")]
+    names = [one.name for one in fields(value) if one.init and not one.name.startswith("_")]
     return {name: getattr(value, name) for name in names}
 
 

@@ -72,10 +72,10 @@ class Piece:
     harmless: tuple[tuple[int, ...], ...]
     granularity: int
     flops: int
-    _expressions: Expressions = field(init=False, repr=False)
+    expressions: Expressions = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_expressions", Expressions.of(self.nodes))
+        object.__setattr__(self, "expressions", Expressions.of(self.nodes))
         used = [at for total in self.sums for at, _ in total] + [*self.conditions, self.flops]
         if not all(isinstance(at, int) and 0 <= at < len(self.nodes) for at in used):
             raise CostError("a piece refers to an expression that it does not have")
@@ -96,28 +96,18 @@ class Piece:
 
     def _totals(self, shapes: npt.ArrayLike) -> IntArray:
         """Each sum at each shape, `(S, d)`: shape `(sums, S)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         used = sorted({at for total in self.sums for at, _ in total})
-        values = self._expressions.evaluate(shapes, used)
-        blocks = {
-            at: -(-np.asarray(value, np.int64) // self.granularity) * self.granularity
-            for at, value in zip(used, values, strict=True)
-        }
-        totals = np.zeros((len(self.sums), len(shapes)), np.int64)
-        for total, pairs in zip(totals, self.sums, strict=True):
-            for at, number in pairs:
-                total += number * blocks[at]
-        return totals
+        sizes = np.array(self.expressions.evaluate(shapes, used), np.int64)
+        blocks = dict(zip(used, -(-sizes // self.granularity) * self.granularity, strict=True))
+        return np.array([sum(number * blocks[at] for at, number in total) for total in self.sums])
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         columns = zip(self.fixed, shapes.T, strict=True)
         rows = [column < 2 if one is None else column != one for one, column in columns]
-        values = self._expressions.evaluate(shapes, self.conditions)
-        return np.array(
-            [*rows, *(~np.broadcast_to(one, len(shapes)).astype(bool) for one in values)], bool
-        )
+        values = self.expressions.evaluate(shapes, self.conditions)
+        return np.array([*rows, *(one == 0 for one in values)], bool)
 
     def holds(self, shapes: npt.ArrayLike) -> npt.NDArray[np.int8]:
         """`EXACT` if every condition holds, `TESTED` if a harmless set fails, else 0."""
@@ -146,7 +136,7 @@ class Piece:
             return np.concatenate([self.in_n(part) for part in parts], axis=2)
         used = sorted({at for total in self.sums for at, _ in total})
         blocks, rows = self.granularity, {}
-        for at, row in zip(used, self._expressions.in_n(sizes, used), strict=True):
+        for at, row in zip(used, self.expressions.in_n(sizes, used), strict=True):
             if (row[1:] % blocks).any():
                 row[0] += blocks - 1
             else:
@@ -161,50 +151,31 @@ class Trace:
     """The storages of two steps, and the shapes with this sequence of allocations and frees.
 
     Attributes:
-        expressions: expressions that the other attributes refer to.
+        base: their conditions, without a sum.
         sizes: the different sizes of storages in bytes, as numbers of expressions.
         events: the storage size of each event, an index of `sizes`.
         signs: +1 if a storage was allocated, −1 if it was freed.
         made: for each event, the one that allocated its storage.
         starts: the event at which the second step begins, and the number of events.
-        conditions: expressions that are true for these shapes.
-        fixed: the value of each coordinate that has no symbol, `None` of others.
-        granularity: each storage takes a multiple of it, in bytes.
-        flops: floating-point operations of the second step, as an expression.
         assumed: how often the step branched on a value of a tensor, taken as `False`.
         seconds: of computing that it took.
     """
 
-    expressions: Expressions
+    base: Piece
     sizes: tuple[int, ...]
     events: IntArray
     signs: IntArray
     made: IntArray
     starts: tuple[int, int]
-    conditions: tuple[int, ...]
-    fixed: tuple[int | None, ...]
-    granularity: int
-    flops: int
     assumed: int = 0
     seconds: float = 0.0
 
-    def changes(self, shapes: npt.ArrayLike) -> IntArray:
-        """Bytes that each event adds at each shape, `(S, d)`: shape `(events, S)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        values = self.expressions.evaluate(shapes, self.sizes)
-        sizes = np.array([np.broadcast_to(one, len(shapes)) for one in values], np.int64)
-        blocks = -(-sizes // self.granularity) * self.granularity
-        changes: IntArray = blocks[self.events] * self.signs[:, None]
-        return changes
-
     def living(self, shapes: npt.ArrayLike) -> IntArray:
         """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
-        living: IntArray = np.cumsum(self.changes(shapes), axis=0)
-        return living
-
-    def allocated(self, shape: tuple[int, ...]) -> int:
-        """Bytes of all storages together that are allocated at some time."""
-        return int(np.maximum(self.changes([shape]), 0).sum())
+        granularity = self.base.granularity
+        sizes = np.array(self.base.expressions.evaluate(shapes, self.sizes), np.int64)
+        blocks = -(-sizes // granularity) * granularity
+        return np.cumsum(blocks[self.events] * self.signs[:, None], axis=0)
 
     def peaks(self, shapes: npt.ArrayLike) -> IntArray:
         """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
@@ -214,8 +185,8 @@ class Trace:
     @property
     def equalities(self) -> dict[int, tuple[int, int]]:
         """The conditions that an expression has one value: the expression and the value, by row."""
-        found, nodes = {}, self.expressions.nodes
-        for row, at in enumerate(self.conditions):
+        found, nodes = {}, self.base.nodes
+        for row, at in enumerate(self.base.conditions):
             name, *parts = nodes[at]
             if name == "Equality" and nodes[parts[1]][0] == "int":
                 found[row] = parts[0], nodes[parts[1]][1]
@@ -232,27 +203,13 @@ class Trace:
             counts = np.bincount(self.events[: top + 1], self.signs[: top + 1])
             used = np.flatnonzero(counts).tolist()
             sums.add(tuple((self.sizes[k], int(counts[k])) for k in used))
-        return Piece(
-            nodes=tuple(self.expressions.nodes),
-            sums=tuple(sorted(sums)),
-            conditions=self.conditions,
-            fixed=self.fixed,
-            harmless=(),
-            granularity=self.granularity,
-            flops=self.flops,
-        )
+        return replace(self.base, sums=tuple(sorted(sums)))
 
     def whole(self) -> Piece:
         """The bytes of all storages that are allocated at some time, as a piece."""
         counts = np.bincount(self.events[self.signs > 0])
         total = zip(self.sizes, counts.tolist(), strict=False)
-        return replace(self.piece([[2] * len(self.fixed)]), sums=(tuple(total),))
-
-    def same(self, other: Trace, shape: tuple[int, ...]) -> bool:
-        """Whether another trace has the same storages at a shape, in the same order."""
-        return len(self.events) == len(other.events) and np.array_equal(
-            self.living([shape]), other.living([shape])
-        )
+        return replace(self.base, sums=(tuple(total),))
 
 
 def joined(one: Trace, other: Trace) -> Trace:
@@ -268,14 +225,9 @@ def joined(one: Trace, other: Trace) -> Trace:
         raise UntraceableError("the traces have other storages")
     pairs = [*zip(one.events.tolist(), other.events.tolist(), strict=True)]
     kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
-    return replace(
-        one,
-        sizes=tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in kinds),
-        events=np.array([kinds[pair] for pair in pairs]),
-        conditions=turns.conditions(is_loop=False),
-        flops=turns.of(one.flops, other.flops),
-        expressions=turns.joined,
-    )
+    sizes = tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in kinds)
+    events = np.array([kinds[pair] for pair in pairs])
+    return replace(one, base=turns.base(is_loop=False), sizes=sizes, events=events)
 
 
 def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, Piece]:
@@ -300,26 +252,18 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, P
     mine, its = _alike(one, other)
     places, late = _places(mine, its), _places(mine[::-1], its[::-1])
     (whole, sums), (_, others) = turns.sums(places), turns.sums(last - late[::-1])
-    piece = Piece(
-        conditions=turns.conditions(is_loop=True),
-        flops=turns.of(one.flops, other.flops),
-        nodes=tuple(turns.joined.nodes),
-        sums=tuple(sorted(sums | others)),
-        fixed=one.fixed,
-        harmless=(),
-        granularity=one.granularity,
-    )
+    piece = replace(turns.base(is_loop=True), sums=tuple(sorted(sums | others)))
     return piece.kept(shapes), replace(piece, sums=(whole,))
 
 
 def _alike(*traces: Trace) -> list[IntArray]:
     """A number for each event: the same for equal bytes, or for those that differ in integers."""
-    sizes = [[one.expressions.form(at, integers=True) for at in one.sizes] for one in traces]
+    sizes = [[one.base.expressions.form(at, integers=True) for at in one.sizes] for one in traces]
     both = set.intersection(*map(set, sizes))
     known: dict[Any, int] = {}
     found = []
     for trace, its in zip(traces, sizes, strict=True):
-        forms = map(trace.expressions.form, trace.sizes)
+        forms = map(trace.base.expressions.form, trace.sizes)
         keys = [size if size in both else form for size, form in zip(its, forms, strict=True)]
         numbers = np.array([known.setdefault(key, 1 + len(known)) for key in keys])
         found.append(trace.signs * numbers[trace.events])
@@ -363,8 +307,9 @@ class _Turns:
         self._one, self._other, self.joined = one, other, Expressions()
         mine, its = one.equalities, other.equalities
         rows = [row for row in mine if row in its and mine[row][1] != its[row][1]]
-        conditions = len(one.conditions), len(other.conditions)
-        if len(rows) != 1 or one.fixed != other.fixed or conditions[0] != conditions[1]:
+        mine_base, its_base = one.base, other.base
+        same_number = len(mine_base.conditions) == len(its_base.conditions)
+        if len(rows) != 1 or mine_base.fixed != its_base.fixed or not same_number:
             raise UntraceableError("the traces have other conditions")
         [self._row], self._more = rows, 0
         (turns, self._first), (same, second) = mine[self._row], its[self._row]
@@ -373,7 +318,7 @@ class _Turns:
 
     def of(self, at: int, its: int) -> int:
         """The expression that is one in the first trace, and another in the second."""
-        mine, others = self._one.expressions, self._other.expressions
+        mine, others = self._one.base.expressions, self._other.base.expressions
         if mine.form(at) != others.form(its):
             raise UntraceableError("the traces have other expressions")
         (name, *parts), (_, *same) = mine.nodes[at], others.nodes[its]
@@ -393,20 +338,22 @@ class _Turns:
         grown = node("Mul", node("int", each), self._number)
         return node("Add", node("int", first - each * self._first), grown)
 
-    def conditions(self, *, is_loop: bool) -> tuple[int, ...]:
+    def base(self, *, is_loop: bool) -> Piece:
         """The conditions of both traces; in place of the equality, "at most" and "at least".
 
         Concrete traces may show that one of them does not matter. A loop of fewer turns has no
         third turn, though: its "at least" is written as an equality, which is never set aside.
         """
-        node = self.joined.node
+        node, mine, its = self.joined.node, self._one.base, self._other.base
         first, number = node("int", self._first), self._number
         least = node("Equality", node("Min", number, first), first)
         ends = node("LessThan", number, first), node("GreaterThan", number, first)
-        both = [*zip(self._one.conditions, self._other.conditions, strict=True)]
+        both = [*zip(mine.conditions, its.conditions, strict=True)]
         del both[self._row]
         same = (self.of(at, its) for at, its in both)
-        return (*same, ends[0], least if is_loop else ends[1])
+        conditions = (*same, ends[0], least if is_loop else ends[1])
+        flops = self.of(mine.flops, its.flops)
+        return replace(mine, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
 
     def sums(self, places: IntArray) -> tuple[Total, set[Total]]:
         """All storages together, and those that live after each allocation.
@@ -439,7 +386,7 @@ class _Turns:
     def _total(self, expressions: list[int], numbers: IntArray, others: IntArray) -> Total:
         """The sum of so many storages of each kind in the first trace, and others in the second."""
         node, pairs = self.joined.node, []
-        blocks = node("int", self._one.granularity)
+        blocks = node("int", self._one.base.granularity)
         for at, number, other in zip(expressions, numbers.tolist(), others.tolist(), strict=True):
             if number == other:
                 pairs.append((at, number))

@@ -43,7 +43,7 @@ from torchbudget.cost.as_on_cuda import (
 from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
 from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
-from torchbudget.cost.pieces import Trace
+from torchbudget.cost.pieces import Piece, Trace
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState, reachable
@@ -162,7 +162,7 @@ class Tracer:
         traced, integers = self._two_steps(batch_of, env, shape, symbols, 1, until)
         if integers:
             again, _ = self._two_steps(batch_of, env, shape, symbols, 2, until)
-            if not traced.same(again, shape):
+            if not np.array_equal(traced.living([shape]), again.living([shape])):
                 raise ValueDependentError(
                     "an integer that the step reads from a tensor, as in int(lengths.max()), "
                     "becomes a shape or a loop count, and a trace has no values; take it from a "
@@ -343,22 +343,21 @@ class _Counter(TorchDispatchMode):
         events = [numbers.setdefault(size, len(numbers)) for size, *_ in self.events]
         guards = [] if env is None else dict.fromkeys(one.expr for one in env.guards)
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
-        return Trace(
-            expressions,
-            tuple(expressions.add(size, symbols) for size in numbers),
-            np.array(events, np.int64),
-            np.array([sign for _, sign, _ in self.events], np.int64),
-            np.array([made for *_, made in self.events], np.int64),
-            starts,
-            tuple(expressions.add(guard, symbols) for guard in guards),
-            tuple(
+        sizes = tuple(expressions.add(size, symbols) for size in numbers)
+        base = Piece(
+            conditions=tuple(expressions.add(guard, symbols) for guard in guards),
+            fixed=tuple(
                 value if symbol is None else None
                 for symbol, value in zip(symbols, shape, strict=True)
             ),
-            self._granularity,
-            expressions.add(flops, symbols),
-            self.assumed,
+            flops=expressions.add(flops, symbols),
+            nodes=tuple(expressions.nodes),
+            sums=(),
+            harmless=(),
+            granularity=self._granularity,
         )
+        signs, made = np.array([one[1:] for one in self.events], np.int64).T
+        return Trace(base, sizes, np.array(events, np.int64), signs, made, starts, self.assumed)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a fake tensor's storage until it is freed."""
