@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.distributed import failing_together, gathered, gathered_of_all, is_distributed
+from torchbudget.distributed import (
+    Ranks,
+    failing_together,
+    gathered,
+    gathered_of_all,
+    is_distributed,
+)
 from torchbudget.dtensors import mesh_ranks
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState
@@ -50,65 +56,23 @@ def agree(cost: T, budget: MemoryBudget | int | str) -> tuple[T, MemoryBudget]:
     return costs[0] if torch.distributed.get_rank() else cost, MemoryBudget(**least)
 
 
-class JoinedRanks:
-    """Ranks that measure together, since the step reduces gradients or gathers parameters.
-
-    Every method is a collective of the ranks that step together. Elsewhere each rank is on its own,
-    and gets back what it passes.
+def joined_ranks(state: TrainingState) -> Ranks:
+    """The ranks that measure together, since the step reduces gradients or gathers parameters.
 
     Raises:
         CostError: the step is wrapped in the older FSDP, which is not supported.
     """
-
-    def __init__(self, state: TrainingState) -> None:
-        self._joined, self._group = False, None
-        if not is_distributed() or torch.distributed.get_world_size() == 1:
-            return
-        # Not imported here, which would read the environment: no such module exists without it.
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        if fsdp and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in state.parts()):
-            raise CostError(
-                "FullyShardedDataParallel is not supported; torch.distributed.fsdp.fully_shard is"
-            )
-        replicated = next(reducing(state), None)
-        if replicated is not None:
-            self._group = replicated.process_group
-        sharded = any(len(mesh_ranks(p)) > 1 for p in state.parameters())
-        self._joined = replicated is not None or sharded
-
-    def largest(self, *values: float) -> list[Any]:
-        """The largest value on any rank, of each."""
-        if not self._joined:
-            return [*values]
-        return [max(same) for same in zip(*gathered(values, self._group), strict=True)]
-
-    def least(self, value: int) -> int:
-        """The least value on any rank."""
-        return min(gathered(value, self._group)) if self._joined else value
-
-    def of_first(self, find: Callable[[], T]) -> T:
-        """The object that the first rank finds; every rank looks for it.
-
-        What one of them raises, no rank waits for.
-
-        Raises:
-            CostError: another rank failed.
-        """
-        if not self._joined:
-            return find()
-        found, error = [], None
-        try:
-            found = [find()]
-        except Exception as raised:  # noqa: BLE001 - others must learn of whatever it is
-            error = raised
-        all_found = gathered((found, None if error is None else repr(error)), self._group)
-        if error is not None:
-            raise error
-        for rank, (_, failed) in enumerate(all_found):
-            if failed is not None:
-                raise CostError(f"the cost cannot be measured: rank {rank} raised {failed}")
-        [first] = all_found[0][0]
-        return first
+    # Not imported here, which would read the environment: no such module exists without it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    parts = state.parts() if fsdp and len(Ranks()) > 1 else ()
+    if any(isinstance(part, fsdp.FullyShardedDataParallel) for part in parts):
+        raise CostError(
+            "FullyShardedDataParallel is not supported; torch.distributed.fsdp.fully_shard is"
+        )
+    replicated = next(reducing(state), None)
+    if replicated is not None:
+        return Ranks(replicated.process_group)
+    return Ranks(alone=not any(len(mesh_ranks(p)) > 1 for p in state.parameters()))
 
 
 def reducing(state: TrainingState) -> Iterator[DistributedDataParallel]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
-from torchbudget.cost.agree import JoinedRanks
+from torchbudget.cost.agree import joined_ranks
 from torchbudget.cost.as_on_cuda import (
     ASSUMED,
     BESIDE_BYTES,
@@ -122,6 +122,7 @@ def measure_cost(
         CostError: the step cannot be measured, is only a part of a training step, or does not fit
             the budget with one sample of the smallest size; or `make_batch` ignores its arguments.
         OptionError: `size_multiple` is not an int of at least 1.
+        RankError: another rank failed.
 
     Warns:
         MeasureWarning: the step leaks memory, returns a loss that is not finite, never steps one of
@@ -241,20 +242,20 @@ def _target_of(
 
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
     """The cost without what it was measured on."""
-    ranks = JoinedRanks(subject.state)
+    ranks = joined_ranks(subject.state)
     is_predicted = method == "trace" and _is_cuda(subject)
     beside, left = BESIDE_BYTES, math.inf
     if not is_predicted and room is not None:  # all ranks use the first rank's
-        beside = ranks.of_first(partial(_beside_tensors, subject))
+        beside = ranks.each(partial(_beside_tensors, subject))[0]
     if room is not None:
-        room = ranks.least(room)
+        room = min(ranks.gather_objects(room))
         left = max(room - beside, 1)
         # Its samples are in memory as well, and a budget may be smaller than that of any batch.
         subject.most_bytes = min(subject.most_bytes, int(left) // 4)
         if method != "trace":
             find = partial(_traced_if_possible, subject, left)
-            return run_steps(subject, room, ranks.of_first(find) if method == "auto" else None)
-    cost = ranks.of_first(partial(_traced, subject, left, _SECONDS))
+            return run_steps(subject, room, ranks.each(find)[0] if method == "auto" else None)
+    cost = ranks.each(partial(_traced, subject, left, _SECONDS))[0]
     if is_predicted:
         return _on_cuda(subject, cost)
     return cost if room is None else _on_cpu(subject, cost, beside)

@@ -17,6 +17,12 @@ from torch._decomp.decompositions import matmul as _python_matmul
 from torch.nn import functional as F  # noqa: N812  (torch's own usage)
 
 _ATEN: Final = torch.ops.aten
+_MODES: Final = {  # of F.interpolate
+    "linear": "linear1d",
+    "bilinear": "bilinear2d",
+    "bicubic": "bicubic2d",
+    "trilinear": "trilinear3d",
+}
 
 
 @contextmanager
@@ -91,13 +97,7 @@ def _interpolate(
     antialias: bool = False,
 ) -> torch.Tensor:
     """`F.interpolate` to a symbolic size: torch's own overloads take only numbers."""
-    names = {
-        "linear": "linear1d",
-        "bilinear": "bilinear2d",
-        "bicubic": "bicubic2d",
-        "trilinear": "trilinear3d",
-    }
-    if size is None or antialias or mode not in (*names, "nearest"):
+    if size is None or antialias or mode not in (*_MODES, "nearest"):
         return _torch_interpolate(
             input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
         )
@@ -105,7 +105,7 @@ def _interpolate(
     sizes = list(size) if isinstance(size, (tuple, list)) else [size] * axes
     if mode == "nearest":
         return getattr(_ATEN, f"upsample_nearest{axes}d")(input, sizes)  # type: ignore[no-any-return]
-    return getattr(_ATEN, f"upsample_{names[mode]}")(input, sizes, bool(align_corners))  # type: ignore[no-any-return]
+    return getattr(_ATEN, f"upsample_{_MODES[mode]}")(input, sizes, bool(align_corners))  # type: ignore[no-any-return]
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
@@ -151,14 +151,6 @@ def _shrunk(gradient: torch.Tensor, _: Any, size: Any, *__: Any) -> torch.Tensor
 
 # Operations whose kernels for shapes take only numbers: they raise, or specialise silently.
 OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
-for _name in (
-    "nearest1d",
-    "nearest2d",
-    "nearest3d",
-    "linear1d",
-    "bilinear2d",
-    "bicubic2d",
-    "trilinear3d",
-):
+for _name in ("nearest1d", "nearest2d", "nearest3d", *_MODES.values()):
     OPERATIONS[getattr(_ATEN, f"upsample_{_name}").default] = _enlarged
     OPERATIONS[getattr(_ATEN, f"upsample_{_name}_backward").default] = _shrunk

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from torchbudget.cost.agree import JoinedRanks
+from torchbudget.cost.agree import joined_ranks
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
@@ -53,11 +53,6 @@ _MOST_CLIMBS: Final = 20  # runs of a size: routed experts took 8
 # Sizes of one axis, and of two, that are run without a trace. With five sizes of routed experts,
 # other runs were off by 0.4 %, and with six by 0.7 %; five took 20 s of computing instead of 25.
 _BLIND_SIZES: Final = {1: 5, 2: 4}
-# oneDNN runs these on the CPU by kernels that it compiles for each shape.
-_CONVOLUTIONS: Final = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 class ProbeOutOfMemoryError(Exception):
@@ -97,7 +92,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
 def _warn_of_kernels(subject: Subject) -> None:
     """Warn of convolutions whose kernels are cached by the thousand, more than any probe shows."""
     parts = subject.state.parts()
-    if not kernel_caches_are_stated() and any(isinstance(part, _CONVOLUTIONS) for part in parts):
+    if not kernel_caches_are_stated() and any(isinstance(part, _ConvNd) for part in parts):
         subject.warn(
             "convolutions on the CPU keep compiled kernels of up to 1,024 shapes, so later steps "
             "may exceed the budget: call configure_allocators() first in this script, and in that "
@@ -124,12 +119,12 @@ class StepRunner:
     def __init__(self, subject: Subject) -> None:
         self._subject, self._state = subject, subject.state
         self._device = subject.state.device
-        self._ranks = JoinedRanks(subject.state)
+        self._ranks = joined_ranks(subject.state)
         self.memory = None if self._device.type == "cpu" else device_memory(self._device)
         self.empty_cache()
         with peak_memory(self._device) as idle:
             pass
-        [self.idle_bytes] = self._ranks.largest(idle.bytes)
+        [self.idle_bytes] = self._largest(idle.bytes)
         # Of each probe: resident before its last step; on CUDA, outside the allocator after it.
         self._beside_bytes: list[int] = []
         self.not_finite = False
@@ -170,11 +165,15 @@ class StepRunner:
         plans and buffers, and the heap gets gaps.
         """
         now_bytes = self._read_beside_bytes()
-        added = self._ranks.largest(*(max(now_bytes - then, 0) for then in self._beside_bytes))
+        added = self._largest(*(max(now_bytes - then, 0) for then in self._beside_bytes))
         return [
             replace(probe, peak_bytes=probe.peak_bytes + more)
             for probe, more in zip(probes, added, strict=True)
         ]
+
+    def _largest(self, *values: float) -> list[Any]:
+        """The largest value on any rank, of each."""
+        return [max(same) for same in zip(*self._ranks.gather_objects(values), strict=True)]
 
     def empty_cache(self) -> None:
         """Give free blocks back to the device."""
@@ -193,7 +192,7 @@ class StepRunner:
                 raise
             failed = True
         failed |= peak.failures > 0  # a library continued without that memory
-        worst = self._ranks.largest(failed, peak.bytes, peak.retries, seconds)
+        worst = self._largest(failed, peak.bytes, peak.retries, seconds)
         failed, peak.bytes, peak.retries, seconds = worst
         if not failed:
             return peak, beside_bytes, seconds
