@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import io
 import math
+import pickle
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,62 +19,50 @@ from torchbudget.cost.protocol import FloatArray
 
 Shape: TypeAlias = tuple[int, ...]  # (n, size) or (n, size_1, size_2, …)
 
-_VALUES: Final = (
-    *(bool, int, float, complex, str, bytes, type(None)),
-    *(torch.SymInt, torch.dtype, torch.device),
-)
-_WHOLE: Final = (torch.nn.Module, types.FunctionType, types.MethodType, types.ModuleType, type)
-_DEPTH: Final = 8
+_NUMBERS: Final = (int, float, complex)
+_LEAVES: Final = (*_NUMBERS, torch.Tensor, torch.SymInt, np.ndarray, np.generic)
+_SHARED: Final = (torch.nn.Module, types.FunctionType, types.MethodType, types.ModuleType, type)
 _MOST_DIVISOR: Final = 64  # strides of several layers
 
 
+class _Parts(pickle.Pickler):
+    """Pickles a batch without its tensors, arrays and numbers, and what a copy of it shares.
+
+    Attributes:
+        kept: these parts.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.kept: list[Any] = []
+        self._known: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        """The place of a part; numbers that are equal by chance are parts of their own."""
+        if isinstance(value, bool) or not isinstance(value, (*_LEAVES, *_SHARED)):
+            return None
+        place = len(self.kept)
+        if not isinstance(value, _NUMBERS):
+            place = self._known.setdefault(id(value), place)
+        if place == len(self.kept):
+            self.kept.append(value)
+        return place
+
+
 def rebuilt(batch: Any, replace: Callable[[Any], Any]) -> Any:
-    """A copy of a batch with its tensors, arrays, numbers and texts replaced.
+    """A copy of a batch with its tensors, arrays and numbers replaced.
 
     Args:
-        batch: a tensor, a container, or an object of any class; nested.
+        batch: a tensor, a container, or an object of any class that can be pickled; nested.
         replace: is called with each leaf once, in the same order for batches of one structure.
     """
-    return _Rebuilder(replace, {}).of(batch, 0)
-
-
-class _Rebuilder(NamedTuple):
-    """Methods, not nested functions: a cycle of them would keep tensors alive."""
-
-    replace: Callable[[Any], Any]
-    memo: dict[int, Any]
-
-    def of(self, value: Any, depth: int) -> Any:
-        if isinstance(value, _VALUES):
-            return self.replace(value)
-        if id(value) not in self.memo:
-            self.memo[id(value)] = self._made(value, depth + 1)
-        return self.memo[id(value)]
-
-    def _made(self, value: Any, depth: int) -> Any:
-        if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) or _is_texts(value):
-            return self.replace(value)
-        if isinstance(value, _WHOLE) or depth > _DEPTH:
-            return value
-        if isinstance(value, tuple):
-            items = [self.of(one, depth) for one in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        new = copy.copy(value)
-        if isinstance(value, list):
-            new[:] = [self.of(one, depth) for one in value]
-        elif isinstance(value, dict):
-            for key, one in value.items():
-                new[key] = self.of(one, depth)
-        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        for name in dict.fromkeys([*names, *getattr(value, "__dict__", ())]):
-            if not name.startswith("__") and hasattr(value, name):
-                object.__setattr__(new, name, self.of(getattr(value, name), depth))
-        return new
-
-
-def _is_texts(value: Any) -> bool:
-    """Whether it is a list of texts, whose number follows from n and takes no memory of tensors."""
-    return isinstance(value, list) and {*map(type, value)} in ({str}, {bytes})
+    file = io.BytesIO()
+    parts = _Parts(file)
+    parts.dump(batch)
+    made = [one if isinstance(one, _SHARED) else replace(one) for one in parts.kept]
+    reader = pickle.Unpickler(io.BytesIO(file.getvalue()))  # noqa: S301  (what was just written)
+    reader.persistent_load = made.__getitem__  # type: ignore[method-assign]
+    return reader.load()
 
 
 def leaves_of(batch: Any) -> list[Any]:

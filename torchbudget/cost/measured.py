@@ -42,14 +42,12 @@ class _Observations:
 
     Attributes:
         margin: the least that covers every step.
-        steps: how many were observed.
         largest_bytes: the largest bytes of any, if an allocator keeps reserved memory.
         planned_margin: the margin of the cost that batches are planned with by now.
         retries: allocations that succeeded once the cache was flushed.
     """
 
     margin: float = 0.0
-    steps: int = 0
     largest_bytes: int = 0
     planned_margin: float = 0.0
     retries: int = 0
@@ -267,7 +265,6 @@ class MeasuredCost:
         elif not isinstance(peak, Peak):
             peak = Peak(bytes=peak)
         observed = self._observed
-        observed.steps += 1
         observed.retries += peak.retries
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
         predicted = max(int(self.batch_bytes(n, size)), reserved_for)
@@ -465,9 +462,7 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
 
 
 def _plain(value: Any) -> Any:
-    """An array or a dataclass as JSON has it."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
+    """A dataclass as JSON has it."""
     names = [one.name for one in fields(value) if one.init and not one.name.startswith("_")]
     return {name: getattr(value, name) for name in names}
 
