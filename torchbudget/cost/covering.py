@@ -298,7 +298,7 @@ class Covering:
             UntraceableError: the bytes differ although all conditions hold.
         """
         shapes = self._shapes
-        rows = enumerate(piece.conditions, start=len(piece.fixed))
+        rows = enumerate(piece.conditions)
         equalities = {row for row, at in rows if piece.nodes[at][0] == "Equality"}
         harmless: set[tuple[int, ...]] = set()
         sets = _failing(piece, shapes)

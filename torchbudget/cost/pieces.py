@@ -58,7 +58,6 @@ class Piece:
         nodes: nodes of `Expressions`.
         sums: the sums of storages that are the peak somewhere, as `(expression, number)` pairs.
         conditions: expressions that are true for every shape of this piece.
-        fixed: the value of each coordinate without a symbol; `None` for coordinates with one.
         harmless: sets of conditions, as rows of `failed`, that may fail together: concrete traces
             had the same bytes there.
         granularity: the bytes of each storage are rounded up to a multiple of it.
@@ -68,7 +67,6 @@ class Piece:
     nodes: tuple[Node, ...]
     sums: tuple[Total, ...]
     conditions: tuple[int, ...]
-    fixed: tuple[int | None, ...]
     harmless: tuple[tuple[int, ...], ...]
     granularity: int
     flops: int
@@ -102,12 +100,8 @@ class Piece:
         return np.array([sum(number * blocks[at] for at, number in total) for total in self.sums])
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        columns = zip(self.fixed, shapes.T, strict=True)
-        rows = [column < 2 if one is None else column != one for one, column in columns]
-        values = self.expressions.evaluate(shapes, self.conditions)
-        return np.array([*rows, *(one == 0 for one in values)], bool)
+        """Which conditions do not hold at each shape: shape `(conditions, S)`."""
+        return np.array([one == 0 for one in self.expressions.evaluate(shapes, self.conditions)])
 
     def holds(self, shapes: npt.ArrayLike) -> npt.NDArray[np.int8]:
         """`EXACT` if every condition holds, `TESTED` if a harmless set fails, else 0."""
@@ -307,9 +301,7 @@ class _Turns:
         self._one, self._other, self.joined = one, other, Expressions()
         mine, its = one.equalities, other.equalities
         rows = [row for row in mine if row in its and mine[row][1] != its[row][1]]
-        mine_base, its_base = one.base, other.base
-        same_number = len(mine_base.conditions) == len(its_base.conditions)
-        if len(rows) != 1 or mine_base.fixed != its_base.fixed or not same_number:
+        if len(rows) != 1 or len(one.base.conditions) != len(other.base.conditions):
             raise UntraceableError("the traces have other conditions")
         [self._row], self._more = rows, 0
         (turns, self._first), (same, second) = mine[self._row], its[self._row]

@@ -156,31 +156,28 @@ class Tracer:
         coordinates: Sequence[Any],
     ) -> Trace:
         begun = time.process_time()
-        until = begun + most_seconds
         # Taken now: a symbol that the step turns into a number is replaced later.
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
-        traced, integers = self._two_steps(batch_of, env, shape, symbols, 1, until)
-        if integers:
-            again, _ = self._two_steps(batch_of, env, shape, symbols, 2, until)
-            if not np.array_equal(traced.living([shape]), again.living([shape])):
-                raise ValueDependentError(
-                    "an integer that the step reads from a tensor, as in int(lengths.max()), "
-                    "becomes a shape or a loop count, and a trace has no values; take it from a "
-                    "shape, or use measure_cost(method='run')"
-                )
-        return replace(traced, seconds=time.process_time() - begun)
-
-    def _two_steps(
-        self,
-        batch_of: Callable[[_Counter], Any],
-        env: Any,
-        shape: Shape,
-        symbols: Sequence[Any],
-        integer: int,
-        until: float,
-    ) -> tuple[Trace, int]:
-        with self._undisturbed():
+        traces: list[Trace] = []
+        for integer in (1, 2):
+            until = begun + most_seconds
             counter = _Counter(self._state.device, self._target, env, integer, until)
+            starts = self._two_steps(batch_of, counter)
+            traces.append(counter.trace(symbols, shape, starts))
+            if not counter.integers:
+                break
+        first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
+        if not np.array_equal(first, last):
+            raise ValueDependentError(
+                "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a "
+                "shape or a loop count, and a trace has no values; take it from a shape, or use "
+                "measure_cost(method='run')"
+            )
+        return replace(traces[0], seconds=time.process_time() - begun)
+
+    def _two_steps(self, batch_of: Callable[[_Counter], Any], counter: _Counter) -> tuple[int, int]:
+        """Run two steps; how many events there are after each."""
+        with self._undisturbed():
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
                 for tensor in self._state.tensors():
@@ -193,26 +190,26 @@ class Tracer:
                 counter.flops = 0
                 batch = batch_of(counter)
                 # A symbolic batch is not searched: its symbols refer to the shape environment.
-                found = reachable(batch) if env is None else leaves_of(batch)
+                found = reachable(batch) if counter.env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
                 counter.arrive(tensors)  # NumPy arrays become tensors when they are used
                 try:
-                    self._run(batch, counter, symbolic=env is not None)
+                    self._run(batch, counter)
                 finally:
                     counter.leave(tensors)
                 del batch, found, tensors
                 starts.append(len(counter.events))
             del buckets
-        return counter.trace(env, symbols, shape, (starts[0], starts[1])), counter.integers
+        return starts[0], starts[1]
 
-    def _run(self, batch: Any, counter: _Counter, *, symbolic: bool) -> None:
+    def _run(self, batch: Any, counter: _Counter) -> None:
         try:
             with ExitStack() as stack:
                 if self._complete:
                     stack.enter_context(self._checks.checked())
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
-                if symbolic:
+                if counter.env is not None:
                     stack.enter_context(mended())
                 self._step(batch)
         except CostError:
@@ -223,7 +220,7 @@ class Tracer:
                 "has only shapes; measure_cost(method='run') runs the real step"
             ) from error
         except Exception as error:
-            if symbolic:
+            if counter.env is not None:
                 first = str(error).partition("\n")[0]
                 raise UntraceableError(f"with symbols: {type(error).__name__}: {first}") from error
             raise CostError(
@@ -314,7 +311,7 @@ class _Counter(TorchDispatchMode):
         from torch._functorch import config as functorch_config
         from torch.utils.flop_counter import flop_registry
 
-        self._device, self._integer, self._until = device.type, integer, until
+        self.env, self._device, self._integer, self._until = env, device.type, integer, until
         self._granularity = _BLOCKS.get(target.type, 1)
         self._temporaries = {"cuda": TEMPORARIES, "cpu": _ON_CPU}.get(target.type, {})
         self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
@@ -334,22 +331,21 @@ class _Counter(TorchDispatchMode):
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()
 
-    def trace(
-        self, env: Any, symbols: Sequence[Any], shape: Shape, starts: tuple[int, int]
-    ) -> Trace:
+    def trace(self, symbols: Sequence[Any], shape: Shape, starts: tuple[int, int]) -> Trace:
         """Return the recorded trace."""
         expressions = Expressions()
         numbers: dict[Any, int] = {}
         events = [numbers.setdefault(size, len(numbers)) for size, *_ in self.events]
-        guards = [] if env is None else dict.fromkeys(one.expr for one in env.guards)
+        guards = [] if self.env is None else dict.fromkeys(one.expr for one in self.env.guards)
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
         sizes = tuple(expressions.add(size, symbols) for size in numbers)
+        bounds = []  # a symbol stands for numbers above 1
+        for at, (symbol, value) in enumerate(zip(symbols, shape, strict=True)):
+            name, end = ("LessThan", value) if symbol is None else ("GreaterThan", 2)
+            node = expressions.node
+            bounds.append(node(name, node("symbol", at), node("int", end)))
         base = Piece(
-            conditions=tuple(expressions.add(guard, symbols) for guard in guards),
-            fixed=tuple(
-                value if symbol is None else None
-                for symbol, value in zip(symbols, shape, strict=True)
-            ),
+            conditions=(*bounds, *(expressions.add(guard, symbols) for guard in guards)),
             flops=expressions.add(flops, symbols),
             nodes=tuple(expressions.nodes),
             sums=(),
