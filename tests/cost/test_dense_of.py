@@ -1,4 +1,4 @@
-"""What a module needs, by its replay on the meta device, against real steps."""
+"""What a module needs, by its trace on fake tensors, against real steps."""
 
 import weakref
 
@@ -161,7 +161,7 @@ def test_the_prediction_is_never_below_a_real_step(name, make_optimizer):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_sample_adds_is_exact(name):
-    """Bytes traced on the meta device are those of the real forward and backward, to the byte."""
+    """Traced bytes are those of the real forward and backward, to the byte."""
     cost = predict(name, optimizer=torch.optim.SGD)
     first, second = (real_peak(name, n, torch.optim.SGD) for n in (500, 1000))
     assert second - first == 500 * cost.sample_bytes
@@ -204,13 +204,14 @@ def test_the_module_and_the_random_state_stay_as_they_are():
     """Parameters, gradients, buffers, mode, attributes, generators: nothing is touched."""
     module = Convolutions().eval()
     module.head.train()
+    expected = predict("convolutions", optimizer=torch.optim.Adam)
     module.first.weight.grad = torch.ones_like(module.first.weight)
     identities = {name: (id(t), t.clone()) for name, t in module.state_dict(keep_vars=True).items()}
     modes = [part.training for part in module.modules()]
     torch.manual_seed(3)
     random_state = torch.get_rng_state()
 
-    predict("convolutions", module=module, optimizer=torch.optim.Adam)
+    assert predict("convolutions", module=module, optimizer=torch.optim.Adam) == expected
 
     for name, tensor in module.state_dict(keep_vars=True).items():
         assert id(tensor) == identities[name][0]
@@ -258,15 +259,15 @@ class Hidden(nn.Linear):
     ("module", "said"),
     [
         (lambda: Branches(3, 3), "output contains no tensor"),
-        (lambda: Unregistered(3, 3), "meta device"),
-        (lambda: nn.Linear(5, 3), "meta device"),
-        (lambda: "no module", "meta device"),
-        (nn.Linear, "meta device"),
+        (lambda: Unregistered(3, 3), "fake tensors"),
+        (lambda: nn.Linear(5, 3), "fake tensors"),
+        (lambda: "no module", "fake tensors"),
+        (nn.Linear, "fake tensors"),
         (lambda: nn.LSTM(3, 3), "an RNN"),
         (lambda: Similarities(3, 3), "proportion"),
     ],
 )
-def test_a_module_that_cannot_be_replayed_says_what_to_do(module, said):
+def test_a_module_that_cannot_be_traced_says_what_to_do(module, said):
     """The error names what is wrong and the bytes to state by hand."""
     with pytest.raises(CostError, match=rf"(?s){said}.*sample_bytes"):
         DenseCost.of((3,), (3,), module=module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
@@ -118,10 +118,9 @@ def as_on_cuda(state: TrainingState) -> Iterator[None]:
         group["foreach"] = True
     rules: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
     rules |= dict.fromkeys(_IN_FLOAT32, _in_float32) | {"cross_entropy": _cross_entropy}
+    rules = {name: partial(rule, getattr(F, name)) for name, rule in rules.items()}
     try:
-        with ExitStack() as stack:
-            for name, rule in rules.items():
-                stack.enter_context(patch.object(F, name, partial(rule, getattr(F, name))))
+        with patch.multiple(F, **rules):
             yield
     finally:
         for group in groups:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -90,9 +89,9 @@ class DenseCost(PaddedCost):
     ) -> DenseCost:
         """Compute the cost of training `module` on samples of these shapes, without a device.
 
-        A copy of the module runs forward and backward on PyTorch's *meta* device, which allocates
-        no memory, and the living bytes are counted after every operation. The cost is the true peak
-        at n = 1, and at least the true peak for larger batches. The module itself does not change.
+        The module runs forward and backward on fake tensors, which allocate no memory, and the
+        living bytes are counted after every operation. The cost is the true peak at n = 1, and at
+        least the true peak for larger batches. The module does not change.
 
         It counts tensors, but not the workspaces of kernels, the rounding of the allocator,
         autocast or the loss. Leave room for these, put the loss into the module, or measure the
@@ -112,10 +111,10 @@ class DenseCost(PaddedCost):
             variants_per_read: see the class.
 
         Raises:
-            CostError: a shape or dtype is invalid; the module does not run on the meta device (its
-                code depends on data, or it has tensors that are not buffers), is recurrent, or
-                needs bytes that are not in proportion to the batch; or the size of the optimizer's
-                state is unknown.
+            CostError: a shape or dtype is invalid; the module does not run on fake tensors (its
+                code depends on data, or its tensors are on several devices), is recurrent, or needs
+                bytes that are not in proportion to the batch; or the size of the optimizer's state
+                is unknown.
 
         >>> cost = DenseCost.of((784,), (), module=lambda: nn.Linear(784, 10),
         ...                     output_dtype=torch.int64, optimizer=torch.optim.Adam)
@@ -220,26 +219,17 @@ def _sample(
     name: str, shape: Shape | Sequence[Shape], dtype: torch.dtype | Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
     """A meta tensor per shape; a sequence of ints is one shape, and so is the empty one."""
-    try:
-        several: list[Any] = [shape] if all(map(is_int, shape)) else list(shape)
-        shapes = [tuple(map(operator.index, one)) for one in several]
-    except TypeError:
-        shapes = []
-    dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)
-    if not shapes or any(axis < 1 for one in shapes for axis in one):
-        raise CostError(
-            f"{name}_shape must be a shape without the batch axis, such as (3, 32, 32), "
-            f"or a sequence of shapes, got {shape!r}"
-        )
-    if len(dtypes) != len(shapes) or not all(isinstance(one, torch.dtype) for one in dtypes):
-        raise CostError(
-            f"the dtype of the {name} must be one dtype or one for each of its {len(shapes)} "
-            f"shapes, got {dtype!r}"
-        )
-    return [
-        torch.empty(one, dtype=kind, device="meta")
-        for one, kind in zip(shapes, dtypes, strict=True)
-    ]
+    with suppress(TypeError, ValueError, RuntimeError):
+        shapes: list[Any] = [shape] if all(map(is_int, shape)) else list(shape)
+        dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)
+        pairs = zip(shapes, dtypes, strict=True)
+        made = [torch.empty(tuple(one), dtype=kind, device="meta") for one, kind in pairs]
+        if made and all(one.numel() for one in made):
+            return made
+    raise CostError(
+        f"{name}_shape must be a shape without the batch axis, such as (3, 32, 32), or a sequence "
+        "of shapes, with one dtype or one for each of them, got {shape!r} and {dtype!r}"
+    )
 
 
 def _state_bytes(
@@ -307,10 +297,10 @@ def _traced(
     inputs: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> tuple[nn.Module, int, int]:
-    """Trace a copy of `module` forward and backward on the meta device, with n as a symbol.
+    """Trace a module forward and backward, with n as a symbol.
 
-    In training mode, and with gradients allocated, as when micro-batches accumulate. The module
-    itself, its mode and the random state do not change.
+    In training mode, and with gradients allocated, as when micro-batches accumulate. The module,
+    its mode and the random state do not change.
 
     Args:
         module: a module, or what builds one (without memory, on the meta device).
@@ -318,76 +308,62 @@ def _traced(
         targets: what else lives until the step ends, likewise.
 
     Returns:
-        The copy; bytes per sample; and constant bytes beside those of the copy and its gradients.
+        The module; bytes per sample; and constant bytes beside those of the module and its
+        gradients.
 
     Raises:
-        CostError: the module does not run on the meta device, is recurrent, or needs bytes that are
+        CostError: the module does not run on fake tensors, is recurrent, or needs bytes that are
             not in proportion to the batch.
     """
     try:
+        if not isinstance(module, nn.Module):
+            with torch.device("meta"):
+                module = module()
+        parameters, forward = list(module.parameters()), module
+        if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+            # Fused kernels (oneDNN, cuDNN) have workspaces that plain cells do not: an LSTM on a
+            # CPU was seen to take 2.4 times the bytes that are counted here.
+            raise CostError(f"the memory of an RNN depends on its device's kernel; {_BY_HAND}")
+
+        def step(batch: Any) -> None:
+            if not forward.training:  # else parts that are frozen in evaluation mode stay so
+                forward.train()
+            outputs = tree_leaves(forward(*batch["inputs"]))
+            tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
+            roots = [one for one in tensors if one.requires_grad]
+            if any(p.requires_grad for p in parameters) and not roots:
+                raise CostError(
+                    "the module's output contains no tensor that depends on its parameters; it "
+                    f"must be a tensor, or a tuple, list or dict of tensors; else {_BY_HAND}"
+                )
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+        def make(shape: tuple[int, ...]) -> Any:
+            device = parameters[0].device
+            return {
+                name: [one.new_empty((shape[0], *one.shape), device=device) for one in samples]
+                for name, samples in (("inputs", inputs), ("targets", targets))
+            }
+
+        state = TrainingState(step)
+        if not parameters:
+            raise CostError("the module must have parameters that require gradients")
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-            replica = _meta_copy(module)
-            parameters = list(replica.parameters())
-
-            def step(batch: Any) -> None:
-                outputs = tree_leaves(replica(*batch["inputs"]))
-                tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
-                roots = [one for one in tensors if one.requires_grad]
-                if any(p.requires_grad for p in parameters) and not roots:
-                    raise CostError(
-                        "the module's output contains no tensor that depends on its parameters; it "
-                        f"must be a tensor, or a tuple, list or dict of tensors; else {_BY_HAND}"
-                    )
-                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-
-            def make(shape: tuple[int, ...]) -> Any:
-                every = [[one.new_empty((shape[0], *one.shape)) for one in s]
-                         for s in (inputs, targets)]  # fmt: skip
-                return dict(zip(("inputs", "targets"), every, strict=True))
-
-            state = TrainingState(step)
-            if not parameters:
-                raise CostError("the module must have parameters that require gradients")
-            tracer = Tracer(step, make, state, complete=False)
+            tracer = Tracer(step, make, state, target=torch.device("meta"), complete=False)
             trace = tracer.symbolic(Recipe(make, [(2,), (3,), (5,)]), (7,))
-            if trace.assumed:
-                raise CostError(f"meta tensors have no values to branch on; {_BY_HAND}")
-            fixed = _nbytes([*state.tensors()])
-            return replica, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
+        if trace.assumed:
+            raise CostError(f"fake tensors have no values to branch on; {_BY_HAND}")
+        without = [p for p in parameters if p.requires_grad and p.grad is None]
+        fixed = _nbytes([*state.tensors(), *without])
+        return module, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
     except Exception as error:
         untraced = isinstance(error, (UntraceableError, ValueDependentError))
         if isinstance(error, CostError) and not untraced:
             raise
         raise CostError(
-            f"the module does not run on the meta device; {_BY_HAND}: "
+            f"the module does not run on fake tensors, which have no values; {_BY_HAND}: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _meta_copy(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """A copy of the module on the meta device, in training mode, with gradients."""
-    if not isinstance(module, nn.Module):
-        with torch.device("meta"):
-            module = module()
-    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        # Fused kernels (oneDNN, cuDNN) have workspaces that the meta device's plain cells do not:
-        # an LSTM on a CPU was seen to take 2.4 times the bytes that are counted here.
-        raise CostError(f"the memory of an RNN depends on its device's kernel; {_BY_HAND}")
-    # A copy: what a forward stores in its module (a cached table, a recomputed weight) would stay
-    # there, as meta tensors. With the memo, deepcopy takes these empty tensors instead of copying
-    # the real ones.
-    memo: dict[int, Any] = {}
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = empty
-    replica = copy.deepcopy(module, memo)
-    if not replica.training:  # else parts that are frozen in evaluation mode stay so
-        replica.train()
-    for parameter in replica.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    return replica
 
 
 def _line(living: IntArray) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -28,16 +28,14 @@ _MODES: Final = {  # of F.interpolate
 @contextmanager
 def mended() -> Iterator[None]:
     """Replace the names of functions that take only concrete numbers."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(builtins, "len", _len))
-        stack.enter_context(patch.object(F, "interpolate", _interpolate))
-        stack.enter_context(patch.object(F, "one_hot", _one_hot))
-        stack.enter_context(patch.object(torch, "from_numpy", _from_numpy))
-        stack.enter_context(patch.object(torch._VF, "stft", _stft))
-        stack.enter_context(patch.object(torch, "matmul", _matmul))
-        stack.enter_context(patch.object(torch.Tensor, "matmul", _matmul))
-        stack.enter_context(patch.object(torch.Tensor, "__matmul__", _matmul))
-        stack.enter_context(patch.object(torch.Tensor, "__getitem__", _getitem))
+    of_tensors: dict[str, Any] = {"matmul": _matmul, "__matmul__": _matmul, "__getitem__": _getitem}
+    with (
+        patch.object(builtins, "len", _len),
+        patch.multiple(F, interpolate=_interpolate, one_hot=_one_hot),
+        patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
+        patch.object(torch._VF, "stft", _stft),
+        patch.multiple(torch.Tensor, **of_tensors),
+    ):
         yield
 
 

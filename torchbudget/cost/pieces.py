@@ -363,8 +363,9 @@ class _Turns:
             raise UntraceableError("a turn of the loop has other storages")
         own, its = np.zeros_like(one.events), np.array([alike[k] for k in other.events.tolist()])
         own[made] = its[places[made]] = [kinds[pair] for pair in pairs]
-        mine = _counts(own[one.made], one.signs, len(kinds))
-        others = _counts(its[other.made], other.signs, len(kinds))
+        each = np.eye(len(kinds), dtype=np.int64)
+        mine = each[own[one.made]] * one.signs[:, None]
+        others = each[its[other.made]] * other.signs[:, None]
         before = np.vstack([np.maximum(mine, 0).sum(axis=0), mine.cumsum(axis=0)[made]])
         after = [np.maximum(others, 0).sum(axis=0), others.cumsum(axis=0)[places[made]]]
         expressions = [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
@@ -386,13 +387,6 @@ class _Turns:
                 whole = node("Mul", blocks, node("CeilDiv", at, blocks))
                 pairs.append((node("Mul", self._rising(number, other), whole), 1))
         return tuple(pair for pair in pairs if pair[1])
-
-
-def _counts(kinds: IntArray, signs: IntArray, number: int) -> IntArray:
-    """How many storages of each kind every event adds: shape `(events, kinds)`."""
-    counts = np.zeros((len(kinds), number), np.int64)
-    counts[np.arange(len(kinds)), kinds] = signs
-    return counts
 
 
 def first_held(pieces: Sequence[Piece], shapes: IntArray) -> tuple[IntArray, npt.NDArray[np.int8]]:

@@ -154,9 +154,8 @@ class Surface:
             )
             if not covered:
                 kept.append(k)
-        return Surface(
-            self.levels, self.starts[kept], self.ends[kept], self.rows[kept], self.most, self.empty
-        )
+        starts, ends, rows = self.starts[kept], self.ends[kept], self.rows[kept]
+        return replace(self, starts=starts, ends=ends, rows=rows)
 
     def place(self, padded_size: ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """The column of each size, rounded up, and which sizes are above all, of shape `(…)`.
@@ -165,13 +164,10 @@ class Surface:
             CostError: the sizes have another number of axes.
         """
         size = axes_last(padded_size, len(self.levels))
-        column: Any = 0
-        beyond: Any = False
-        for axis, known in enumerate(self.levels):
-            each = np.searchsorted(known, size[..., axis])
-            beyond = beyond | (each == len(known))
-            column = column * len(known) + np.minimum(each, len(known) - 1)
-        return column, beyond
+        counts = tuple(map(len, self.levels))
+        each = [np.searchsorted(known, size[..., k]) for k, known in enumerate(self.levels)]
+        beyond = np.any([at == count for at, count in zip(each, counts, strict=True)], axis=0)
+        return np.ravel_multi_index(each, counts, mode="clip"), beyond
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; `MAX_BYTES` if nothing is known."""
