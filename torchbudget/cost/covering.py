@@ -313,9 +313,10 @@ class Covering:
             # One shape is enough to test conditions that are each harmless.
             known = len(one) > 1 and all((k,) in harmless for k in one)
             chosen = {*of_few[-1:], *(() if known else of_few[:1])}
-            if not one:  # the largest shape of each sum of storages that is a peak
+            if not one:  # the largest, and the smallest at which each other sum is the peak
                 tops = piece.tops(shapes[of_few]).tolist()
-                chosen = {*dict(zip(tops, of_few, strict=True)).values()}
+                smallest = dict(zip(tops[::-1], of_few[::-1], strict=True))
+                chosen = {*of_few[-1:], *(k for top, k in smallest.items() if top != tops[-1])}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
             tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
             off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
@@ -397,7 +398,9 @@ class Covering:
             also: a number that is one of them.
         """
         known = self._columns.setdefault(size, {})
-        known.update({n: self._at((n, *size)) for n in (1, 2, also) if n not in known})
+        if also in known:
+            return known
+        known.update({n: self._at((n, *size)) for n in (1, 2, also)})
         low, high = sorted(known)[-2:]
         most = min(self.most_n, self.subject.most_samples(size))
         while known[high] < self.room and high < most:
