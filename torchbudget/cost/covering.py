@@ -177,7 +177,7 @@ class Covering:
         If an expression has one value in the trace, as the number of a loop's turns, the piece
         is one of any value, if that is found by further traces.
         """
-        rows, freed = [*trace.equalities], trace
+        rows = [*trace.equalities]
         for row, (at, own) in trace.equalities.items():
             with suppress(UntraceableError, ValueDependentError):
                 further = self._further(trace, row, shape)
@@ -190,10 +190,10 @@ class Covering:
                 return piece, turns <= _FEW * own
         for row in rows:
             with suppress(UntraceableError, ValueDependentError):
-                one = joined(freed, self._traced(self._further(trace, row, shape)))
+                one = joined(trace, self._traced(self._further(trace, row, shape)))
                 self._check_whole(trace, [row], shape, one.whole())
-                freed = one
-        return freed.piece(every), np.ones(len(self._shapes), bool)
+                return one.piece(every), np.ones(len(self._shapes), bool)
+        return trace.piece(every), np.ones(len(self._shapes), bool)
 
     def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
         """The nearest shape of few turns of each loop, which takes less time.
@@ -237,9 +237,8 @@ class Covering:
         near, values = self._moved(trace, rows, shape)
         own = np.array([[trace.equalities[row][1]] for row in rows])
         second = np.array([[self._moved(trace, [row], shape)[1].min()] for row in rows])
-        right = ((values > second) & (values <= np.maximum(_FEW * own, second + _APART))).all(
-            axis=0
-        )
+        most = np.maximum(_FEW * own, second + _APART)
+        right = ((values > second) & (values <= most)).all(axis=0)
         right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
         if not right.any():
             raise UntraceableError("no shape has many more turns of the loop")
