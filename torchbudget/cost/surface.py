@@ -92,11 +92,10 @@ class Surface:
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
         if grid is None:
             owner = _filled(owner.reshape(-1, len(points)), len(pieces)).reshape(owner.shape)
-            held = points[(owner < len(pieces)).any(axis=(0, 1))]
-            some = [np.unique(column) for column in held.T]
-            if len(held) and sum(map(len, some)) < sum(map(len, levels)):
-                # Nothing is known at a size: it is rounded up to the next.
-                return cls.of(some, pieces, grid, empty=empty, offset=offset, scale=scale)
+            two = (owner[starts == 2] < len(pieces)).all(axis=(0, 1))
+            without = _without_holes(levels, two.reshape([*map(len, levels)]))
+            if sum(map(len, without)) < sum(map(len, levels)):
+                return cls.of(without, pieces, grid, empty=empty, offset=offset, scale=scale)
         shape = tuple(map(len, levels))
         # The first and the last n of a row, and the row.
         found: list[tuple[int, int, FloatArray]] = []
@@ -261,6 +260,21 @@ def _filled(owners: IntArray, none: int) -> IntArray:
     for later, own in zip(owners[:0:-1], owners[-2::-1], strict=True):
         own[:] = np.where(own == none, later, own)
     return owners
+
+
+def _without_holes(levels: Sequence[IntArray], held: npt.NDArray[np.bool_]) -> list[IntArray]:
+    """The sizes but for those of which nothing is known, and larger ones are: they round up.
+
+    Args:
+        levels: the sizes, for each axis.
+        held: whether a piece holds for two samples, and so for some number of them: of their shape.
+    """
+    found = []
+    for axis, level in enumerate(levels):
+        own = np.asarray(held.any(axis=tuple(k for k in range(len(levels)) if k != axis)))
+        larger = np.logical_or.accumulate(own[::-1])[::-1]
+        found.append(level[own | ~larger])
+    return found
 
 
 def _line(
