@@ -62,6 +62,8 @@ _APART: Final = 3
 _LEAST_TURNS: Final = 5
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
+# Of computing for the trace of the most turns.
+_FAR_SECONDS: Final = 2.0
 # Sizes, and numbers of samples of each, that are searched for other peaks.
 _SOME: Final = 32
 _MANY: Final = 2 ** np.arange(21)
@@ -226,10 +228,10 @@ class Covering:
         return self._symbolic[shape]
 
     def _check_whole(self, trace: Trace, rows: list[int], shape: Shape, whole: Piece) -> None:
-        """Compare all storages with those of two more traces, far from the others.
+        """Compare all storages with those of further traces, far from the others.
 
         Numbers that rise in stairs, as of a length padded to a multiple, may lie on a line at some
-        values, but not at values next to each other.
+        values, but not at values next to each other. Late turns may differ from early ones.
 
         Raises:
             UntraceableError: they differ: what differs between traces does not grow evenly.
@@ -237,20 +239,30 @@ class Covering:
         near, values = self._moved(trace, rows, shape)
         own = np.array([[trace.equalities[row][1]] for row in rows])
         second = np.array([[self._moved(trace, [row], shape)[1].min()] for row in rows])
-        most = np.maximum(_FEW * own, second + _APART)
-        right = ((values > second) & (values <= most)).all(axis=0)
+        right = (values > second).all(axis=0)
         right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
-        if not right.any():
-            raise UntraceableError("no shape has many more turns of the loop")
         near, values = near[right], values[:, right]
-        last = values.sum(axis=0).argmax()
+        few = (values <= np.maximum(_FEW * own, second + _APART)).all(axis=0)
+        if not few.any():
+            raise UntraceableError("no shape has many more turns of the loop")
+        last = np.where(few, values.sum(axis=0), 0).argmax()
         off = np.abs(values - values[:, [last]])
-        other = np.where(off.all(axis=0), off.sum(axis=0), MAX_BYTES).argmin()
-        for k in (last, other):
-            far = self.subject.domain.occurring(tuple(near[k].tolist()))
-            self._at(far)
-            if self._concrete[far].whole().bytes_at([far]) != whole.bytes_at([far]):
-                raise UntraceableError("what differs between traces does not grow evenly")
+        apart = np.where(few & off.all(axis=0), off.sum(axis=0), MAX_BYTES)
+        apart[last] = MAX_BYTES - 1
+        self._compare(near[apart.argmin()], whole)
+        seconds = self._compare(near[last], whole)
+        longer = np.prod(values / values[:, [last]], axis=0)
+        for turns in values:
+            within = seconds * longer <= max(_FAR_SECONDS, seconds)
+            self._compare(near[np.where(within, turns, 0).argmax()], whole)
+
+    def _compare(self, shape: IntArray, whole: Piece) -> float:
+        """Compare all storages of a shape with those of a concrete trace; its seconds."""
+        far = self.subject.domain.occurring(self._limited(tuple(shape.tolist())))
+        self._at(far)
+        if self._concrete[far].whole().bytes_at([far]) != whole.bytes_at([far]):
+            raise UntraceableError("what differs between traces does not grow evenly")
+        return self._concrete[far].seconds
 
     def _further(self, trace: Trace, row: int, shape: Shape) -> Shape:
         """A shape at which an expression has the next larger value, and others the same."""
