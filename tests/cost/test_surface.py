@@ -189,6 +189,22 @@ def test_pieces_that_meet() -> None:
     assert alone.batch_bytes(1, [512, 1000]).tolist() == [512_000] * 2
 
 
+@pytest.mark.parametrize("last", [3, 41, 1000])
+def test_pieces_that_meet_at_a_number_of_samples(last: int) -> None:
+    """Each row ends where its piece does."""
+    pieces = []
+    for each, name in ((1000, "LessThan"), (1, "StrictGreaterThan")):
+        nodes = Nodes()
+        n = nodes.make("symbol", 0)
+        rising = nodes.make("Mul", nodes.number(each), n)
+        total = nodes.make("Add", nodes.number(1000 * last), rising)
+        condition = nodes.make(name, n, nodes.number(last))
+        pieces.append(piece(nodes, total, conditions=(condition,)))
+    cost = MeasuredCost(pieces=tuple(pieces), grid=None, smallest=(1,), largest=(100,))
+    assert cost.batch_bytes([last - 1, last], 50).tolist() == [1000 * (2 * last - 1), 2000 * last]
+    assert cost.batch_bytes([last + 1, 10**5], 50).max() <= max(2000 * last, 1000 * last + 10**5)
+
+
 @pytest.mark.parametrize(
     "node", [["Exec", 0], ["Add", 0, 5], ["int", "1"], ["symbol"], ["__import__", 0]], ids=repr
 )

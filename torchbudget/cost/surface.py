@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -26,8 +27,10 @@ from torchbudget.units import MAX_BYTES
 # size, as in chunks, may be higher between two of them than at both.
 _MOST_SIZES: Final = 2**16
 _OF_MANY_AXES: Final = 2**18
-# Rows begin here. A piece that holds at the last one holds for every n.
+# Rows begin here, and where another piece does: at one number in between, of some sizes. A piece
+# that holds at the last one holds for every n.
 _STARTS: Final = tuple(sorted({round(2 ** (k / 4)) for k in range(81)}))
+_SOME: Final = 64
 _ANY_N: Final = 2 * _STARTS[-1]
 _NOTHING: Final = -(2.0**62)
 _LARGE: Final = 2**62  # bytes from here on count as too many for any budget
@@ -87,7 +90,7 @@ class Surface:
         """
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
         reached = 0 if grid is None else grid.most
-        starts = np.array(sorted({*_STARTS, max(reached, 1)}), np.int64)
+        starts = np.array(sorted({*_STARTS, max(reached, 1), *_changes(pieces, points)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
         if grid is None:
@@ -253,6 +256,22 @@ def _owners(pieces: Sequence[Piece], numbers: IntArray, points: IntArray) -> Int
     """The first piece that holds for each number of samples, shape `(numbers, sizes)`."""
     every = (np.column_stack([np.full(len(points), min(n, _ANY_N)), points]) for n in numbers)
     return np.stack([first_held(pieces, shapes)[0] for shapes in every])
+
+
+def _changes(pieces: Sequence[Piece], points: IntArray) -> list[int]:
+    """Numbers of samples at which another piece begins, up to one between two of `_STARTS`."""
+    some = points[np.linspace(0, len(points) - 1, _SOME).astype(int)]
+    found: list[int] = []
+    for first, end in pairwise(_STARTS):
+        low, high = np.full(len(some), first), np.full(len(some), end)
+        own, last = (first_held(pieces, np.column_stack([n, some]))[0] for n in (low, high - 1))
+        low, high, sizes, own = (one[own != last] for one in (low, high, some, own))
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            is_own = first_held(pieces, np.column_stack([middle, sizes]))[0] == own
+            low, high = np.where(is_own, middle, low), np.where(is_own, high, middle)
+        found += np.unique(high)[:1].tolist()
+    return found
 
 
 def _filled(owners: IntArray, none: int) -> IntArray:
