@@ -293,6 +293,27 @@ def test_lengths_that_become_numbers() -> None:
 
 
 @pytest.mark.slow
+def test_late_turns_of_a_loop() -> None:
+    """Turns that begin to keep something late are not taken to be like the first ones."""
+
+    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        hidden, kept = layer(x), []
+        state = hidden[:, 0]
+        for at in range(x.shape[1]):
+            state = torch.tanh(hidden[:, at] + state)
+            kept += [state.exp()] if at >= 14 else []
+        return torch.stack([state, *kept], 1)
+
+    step = training(forward, nn.Linear(16, 16))
+    cost = measure_cost(step, frames, max_size=40, min_size=4, method="trace")
+    tracer = Tracer(step, lambda shape: frames(*shape), TrainingState(step))
+    for shape in product((2, 30, 200), (4, 9, 14, 15, 17, 23, 40)):
+        real = tracer.concrete(shape).peaks([shape])[0]
+        assert cost.batch_bytes(*shape) >= 0.998 * real
+        assert cost.label(*shape) == "interpolated" or cost.traced_bytes(*shape) == real
+
+
+@pytest.mark.slow
 def test_bytes_that_are_no_polynomial_of_n_are_interpolated() -> None:
     """Even if they are the peak of few samples alone, and not where the step was traced."""
 
