@@ -154,7 +154,8 @@ class Covering:
                 fewer = self._of_fewer_turns(trace, shape, shapes[inside])
                 trace, shape = self._traced(fewer), fewer
             columns = [_column_of(size, _MANY) for size in (*some, shape[1:])]
-            every = np.concatenate([shapes, *columns])
+            row = np.insert(sizes, 0, shape[0], axis=1)
+            every = np.concatenate([shapes, row, *columns])
             before = left.copy()
             piece, near = self._continued(trace, shape, every)
             few &= near
