@@ -135,12 +135,12 @@ class DenseCost(PaddedCost):
             if optimizer is not None:
                 raise CostError("optimizer= needs the module that it trains: pass module=")
             return cost(sample_bytes=host_sample_bytes)
-        replica, sample_bytes, scratch_bytes = _traced(module, inputs, targets)
-        trained = [p for p in replica.parameters() if p.requires_grad]
+        built, sample_bytes, scratch_bytes = _traced(module, inputs, targets)
+        trained = [p for p in built.parameters() if p.requires_grad]
         trained_bytes = _nbytes(trained)
         states = _state_bytes(optimizer, {p.dtype for p in trained})
         # Parameters, buffers, and a gradient and states for each that is trained.
-        state_bytes = _nbytes(itertools.chain(replica.parameters(), replica.buffers()))
+        state_bytes = _nbytes(itertools.chain(built.parameters(), built.buffers()))
         state_bytes += trained_bytes + sum(states[p.dtype] * p.numel() for p in trained)
         # An optimizer that steps all parameters at once (foreach) needs about one more copy of
         # them; one that steps them in turn, two of the current one, at most of the largest.
