@@ -140,7 +140,7 @@ class Covering:
         logs, poor, few = np.log(shapes), 0, np.ones(len(shapes), bool)
         sizes = np.unique(shapes[:, 1:], axis=0)
         some = sizes[np.linspace(0, len(sizes) - 1, _SOME).astype(int)]
-        limit = self._limit(self.subject.domain.between(0.0))
+        limit = self.subject.domain.axes * self._limit(self.subject.domain.between(0.0))
         while not self._is_covered(left):
             if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
                 return
@@ -180,8 +180,9 @@ class Covering:
         If an expression has one value in the trace, as the number of a loop's turns, the piece
         is one of any value, if that is found by further traces.
         """
-        rows = [*trace.equalities]
-        for row, (at, own) in trace.equalities.items():
+        loops = self._loops(trace)
+        rows = [*loops]
+        for row, (at, own) in loops.items():
             with suppress(UntraceableError, ValueDependentError):
                 further = self._further(trace, row, shape)
                 one = self._freed(trace, row, shape)
@@ -205,7 +206,7 @@ class Covering:
             UntraceableError: there are no loops, or only such of less than a few turns.
         """
         nodes = trace.base.nodes
-        loops = [at for at, _ in trace.equalities.values() if nodes[at] != ["symbol", 0]]
+        loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
         turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)
         if not loops or not enough.any():
@@ -213,10 +214,17 @@ class Covering:
         least = turns.sum(axis=0)
         return _distinct(shape, shapes[enough & (least == least[enough].min())])
 
+    def _loops(self, trace: Trace) -> dict[int, tuple[int, int]]:
+        """The expressions that have one value in a trace, and others elsewhere, by row."""
+        found = trace.equalities
+        values = trace.base.expressions.evaluate(self._shapes, [at for at, _ in found.values()])
+        pairs = zip(found.items(), values, strict=True)
+        return {row: (at, own) for (row, (at, own)), its in pairs if (its != own).any()}
+
     def _freed(self, trace: Trace, kept: int, shape: Shape) -> Trace:
         """The trace for any value of each expression that has one value in it, but for one."""
         found = trace
-        for row in trace.equalities:
+        for row in self._loops(trace):
             if row != kept:
                 found = joined(found, self._traced(self._further(trace, row, shape)))
         return found
@@ -238,7 +246,7 @@ class Covering:
             UntraceableError: they differ: what differs between traces does not grow evenly.
         """
         near, values = self._moved(trace, rows, shape)
-        own = np.array([[trace.equalities[row][1]] for row in rows])
+        own = np.array([[self._loops(trace)[row][1]] for row in rows])
         second = np.array([[self._moved(trace, [row], shape)[1].min()] for row in rows])
         right = (values > second).all(axis=0)
         right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
@@ -283,10 +291,12 @@ class Covering:
         along_n = _column_of(shape[1:], np.arange(1, 4 * shape[0]))
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
-        wanted, own = zip(*trace.equalities.values(), strict=True)
+        near = near[((near == 1) == (np.array(shape) == 1)).all(axis=1)]  # 1 is no symbol
+        loops = self._loops(trace)
+        wanted, own = zip(*loops.values(), strict=True)
         values = np.array(trace.base.expressions.evaluate(near, wanted))
         more = values - np.array(own)[:, None]
-        moved = np.isin([*trace.equalities], rows)
+        moved = np.isin([*loops], rows)
         right = np.where(moved[:, None], more >= _APART, more == 0).all(axis=0)
         if not right.any():
             raise UntraceableError("no shape has more turns of the loop")

@@ -6,7 +6,7 @@ arguments: `["int", 64]`, `["symbol", 1]` (a coordinate of the shape, n first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
@@ -97,27 +97,27 @@ class Expressions:
             self.nodes.append([*node])
         return self._numbers[node]
 
-    def add(self, expression: Any, symbols: Sequence[Any]) -> int:
+    def add(self, expression: Any, known: Mapping[Any, int]) -> int:
         """Return the number of an expression of sympy.
 
         Args:
             expression: of integers, or a condition; or an int.
-            symbols: one for each coordinate.
+            known: the number of the expression that each symbol stands for.
 
         Raises:
             UntraceableError: it has an unknown operation, or another symbol.
         """
         if isinstance(expression, int) or getattr(expression, "is_Integer", False):
             return self.node("int", int(expression))
-        if expression in symbols:
-            return self.node("symbol", [*symbols].index(expression))
+        if expression in known:
+            return known[expression]
         if expression.is_Boolean and not expression.args:
             return self.node("int", int(bool(expression)))
         if expression.is_number and not expression.args:
             infinite = 2**62 * (-1 if expression.is_negative else 1)
             is_infinite = expression.is_infinite
             return self.node(*(("int", infinite) if is_infinite else ("float", float(expression))))
-        arguments = (self.add(one, symbols) for one in expression.args)
+        arguments = (self.add(one, known) for one in expression.args)
         return self.node(type(expression).__name__, *arguments)
 
     def form(self, at: int, *, integers: bool = False) -> tuple[Any, ...]:

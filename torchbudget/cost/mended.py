@@ -26,8 +26,15 @@ _MODES: Final = {  # of F.interpolate
 
 
 @contextmanager
-def mended() -> Iterator[None]:
-    """Replace the names of functions that take only concrete numbers."""
+def mended(env: Any) -> Iterator[None]:
+    """Replace the names of functions that take only concrete numbers.
+
+    Args:
+        env: the shape environment; its `quotients` are the definitions of further symbols.
+    """
+    from torch.fx.experimental.sym_node import SymNode
+
+    of_symbols = {name: _named(env, getattr(SymNode, name)) for name in ("int_floordiv", "mod")}
     of_tensors: dict[str, Any] = {"matmul": _matmul, "__matmul__": _matmul, "__getitem__": _getitem}
     with (
         patch.object(builtins, "len", _len),
@@ -35,6 +42,7 @@ def mended() -> Iterator[None]:
         patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
         patch.object(torch._VF, "stft", _stft),
         patch.multiple(torch.Tensor, **of_tensors),
+        patch.multiple(SymNode, **of_symbols),
     ):
         yield
 
@@ -43,6 +51,33 @@ _python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F
 _torch_from_numpy, _torch_matmul = torch.from_numpy, torch.matmul
 _torch_getitem: Any = torch.Tensor.__getitem__
 _BASIC: Final = (int, torch.SymInt, slice, type(None), type(Ellipsis))
+
+
+def _named(env: Any, operation: Callable[[Any, Any], Any]) -> Any:
+    """Division with rounding whose results are symbols of their own.
+
+    Of a windowed attention, whose lengths are padded, sympy took over 100 seconds to simplify sums
+    and quotients of quotients; of further symbols, 9.
+    """
+    from torch._dynamo import source as sources
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+    def named(one: Any, other: Any) -> Any:
+        found = operation(one, other)
+        meaning = found.expr
+        if not meaning.atoms(FloorDiv, Mod, PythonMod):
+            return found
+        if meaning not in env.quotients:
+            source: Any = sources.ConstantSource(f"q{len(env.quotients)}")
+            options: Any = {"positive": None, "do_not_specialize_zero_one": True}
+            symbol = env.create_symbol(found.hint, source, DimDynamic.DYNAMIC, None, **options)
+            env.var_to_range[symbol] = env.bound_sympy(meaning)
+            number: Any = env.create_symintnode(symbol, hint=found.hint, source=source)
+            env.quotients[meaning] = number.node
+        return env.quotients[meaning]
+
+    return named
 
 
 def _len(one: Any) -> Any:

@@ -182,7 +182,7 @@ class Trace:
         found, nodes = {}, self.base.nodes
         for row, at in enumerate(self.base.conditions):
             name, *parts = nodes[at]
-            if name == "Equality" and nodes[parts[1]][0] == "int":
+            if name == "Equality" and nodes[parts[1]][0] == "int" and nodes[parts[1]][1]:
                 found[row] = parts[0], nodes[parts[1]][1]
         return found
 

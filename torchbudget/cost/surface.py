@@ -93,13 +93,12 @@ class Surface:
         starts = np.array(sorted({*_STARTS, max(reached, 1), *_changes(pieces, points)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
+        shape = tuple(map(len, levels))
         if grid is None:
             owner = _filled(owner.reshape(-1, len(points)), len(pieces)).reshape(owner.shape)
             two = (owner[starts == 2] < len(pieces)).all(axis=(0, 1))
-            without = _without_holes(levels, two.reshape([*map(len, levels)]))
-            if sum(map(len, without)) < sum(map(len, levels)):
-                return cls.of(without, pieces, grid, empty=empty, offset=offset, scale=scale)
-        shape = tuple(map(len, levels))
+            known = _next_known(two.reshape(shape))
+            points, owner = points[known], owner[..., known]
         # The first and the last n of a row, and the row.
         found: list[tuple[int, int, FloatArray]] = []
         for at, piece in enumerate(pieces):
@@ -281,19 +280,24 @@ def _filled(owners: IntArray, none: int) -> IntArray:
     return owners
 
 
-def _without_holes(levels: Sequence[IntArray], held: npt.NDArray[np.bool_]) -> list[IntArray]:
-    """The sizes but for those of which nothing is known, and larger ones are: they round up.
+def _next_known(known: npt.NDArray[np.bool_]) -> IntArray:
+    """For each size, the place of itself or of a larger one of which something is known.
 
     Args:
-        levels: the sizes, for each axis.
-        held: whether a piece holds for two samples, and so for some number of them: of their shape.
+        known: whether a piece holds for two samples, and so for some number of them: by size.
+
+    Returns:
+        Places in the flat table; of a size without a larger one that is known, its own.
     """
-    found = []
-    for axis, level in enumerate(levels):
-        own = np.asarray(held.any(axis=tuple(k for k in range(len(levels)) if k != axis)))
-        larger = np.logical_or.accumulate(own[::-1])[::-1]
-        found.append(level[own | ~larger])
-    return found
+    places = np.arange(known.size).reshape(known.shape)
+    for axis, length in enumerate(known.shape):
+        own = np.expand_dims(np.arange(length), [k for k in range(known.ndim) if k != axis])
+        later = np.flip(np.where(known, own, length), axis)
+        after = np.flip(np.minimum.accumulate(later, axis=axis), axis)
+        after = np.where(after < length, after, own)
+        places = np.take_along_axis(places, after, axis)
+        known = np.take_along_axis(known, after, axis)
+    return places.ravel()
 
 
 def _line(

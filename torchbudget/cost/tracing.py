@@ -132,6 +132,7 @@ class Tracer:
         )
         # Sizes keep a symbol that the step turns into a number, as the turns of a loop.
         env._set_replacement = lambda *_: None  # type: ignore[method-assign]
+        env.quotients = {}  # type: ignore[attr-defined]
         coordinates: list[Any] = []
         for at, value in enumerate(shape):
             source: Any = sources.ConstantSource(f"c{at}")
@@ -210,7 +211,7 @@ class Tracer:
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
                 if counter.env is not None:
-                    stack.enter_context(mended())
+                    stack.enter_context(mended(counter.env))
                 self._step(batch)
         except CostError:
             raise
@@ -334,19 +335,24 @@ class _Counter(TorchDispatchMode):
     def trace(self, symbols: Sequence[Any], shape: Shape, starts: tuple[int, int]) -> Trace:
         """Return the recorded trace."""
         expressions = Expressions()
+        node = expressions.node
+        known = {one: node("symbol", at) for at, one in enumerate(symbols) if one is not None}
+        guards: Iterable[Any] = ()
+        if self.env is not None:
+            for meaning, one in self.env.quotients.items():
+                known[one.expr] = expressions.add(meaning, known)
+            guards = dict.fromkeys(one.expr for one in self.env.guards)
         numbers: dict[Any, int] = {}
         events = [numbers.setdefault(size, len(numbers)) for size, *_ in self.events]
-        guards = [] if self.env is None else dict.fromkeys(one.expr for one in self.env.guards)
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
-        sizes = tuple(expressions.add(size, symbols) for size in numbers)
+        sizes = tuple(expressions.add(size, known) for size in numbers)
         bounds = []  # a symbol stands for numbers above 1
         for at, (symbol, value) in enumerate(zip(symbols, shape, strict=True)):
             name, end = ("LessThan", value) if symbol is None else ("GreaterThan", 2)
-            node = expressions.node
             bounds.append(node(name, node("symbol", at), node("int", end)))
         base = Piece(
-            conditions=(*bounds, *(expressions.add(guard, symbols) for guard in guards)),
-            flops=expressions.add(flops, symbols),
+            conditions=(*bounds, *(expressions.add(guard, known) for guard in guards)),
+            flops=expressions.add(flops, known),
             nodes=tuple(expressions.nodes),
             sums=(),
             harmless=(),
