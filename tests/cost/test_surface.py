@@ -189,6 +189,19 @@ def test_pieces_that_meet() -> None:
     assert alone.batch_bytes(1, [512, 1000]).tolist() == [512_000] * 2
 
 
+def test_a_size_without_a_piece_costs_what_a_longer_one_does() -> None:
+    """Of two axes as well: sizes beyond it are known."""
+    nodes = Nodes()
+    n, height, width = (nodes.make("symbol", k) for k in range(3))
+    total = nodes.make("Mul", n, nodes.make("Mul", height, width))
+    condition = nodes.make("Unequality", nodes.make("Mul", height, width), nodes.number(35))
+    pieces = (piece(nodes, total, conditions=(condition,)),)
+    cost = MeasuredCost(pieces=pieces, grid=None, smallest=(1, 1), largest=(50, 50))
+    sizes = [[5, 6], [5, 7], [6, 7], [7, 5], [8, 5]]
+    assert cost.batch_bytes(3, sizes).tolist() == [3 * 30, *[3 * 42] * 2, *[3 * 40] * 2]
+    assert cost.capacity([[5, 7], [50, 50]], 10**6).tolist() == [10**6 // 42, 10**6 // 2500]
+
+
 @pytest.mark.parametrize("last", [3, 41, 1000])
 def test_pieces_that_meet_at_a_number_of_samples(last: int) -> None:
     """Each row ends where its piece does."""

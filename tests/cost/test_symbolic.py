@@ -293,6 +293,48 @@ def test_lengths_that_become_numbers() -> None:
 
 
 @pytest.mark.slow
+def test_windows_of_images() -> None:
+    """Both axes are padded to whole windows, in each of which positions attend to each other."""
+
+    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        x = layer(x)
+        height, width = x.shape[2:]
+        padded = F.pad(x, (0, -width % 7, 0, -height % 7))
+        windows = padded.unflatten(3, (-1, 7)).unflatten(2, (-1, 7))
+        windows = windows.permute(0, 2, 4, 3, 5, 1).flatten(3, 4)
+        windows = (windows @ windows.mT).softmax(-1) @ windows
+        folded = windows.unflatten(3, (7, 7)).permute(0, 5, 1, 3, 2, 4)
+        return x + folded.flatten(4, 5).flatten(2, 3)[:, :, :height, :width]
+
+    step = training(forward, nn.Conv2d(3, 8, 2, 2))
+    make = lambda n, size: torch.zeros(n, 3, *size)  # noqa: E731
+    cost = measure_cost(step, make, max_size=(96, 96), min_size=(8, 8), method="trace")
+    assert cost.grid is None
+    rng = np.random.default_rng(0)
+    for n, *size in [(1, 96, 96), (1, 8, 8), (2, 8, 96), *rng.integers(8, 96, (20, 3)).tolist()]:
+        peak = trace_peak_bytes(step, make(n, size))
+        assert cost.traced_bytes(n, size) == peak or cost.label(n, size) == "raised"
+        assert peak <= cost.batch_bytes(n, size) <= 1.1 * trace_peak_bytes(
+            step, make(n, [one + 4 for one in size])
+        )
+
+
+@pytest.mark.slow
+def test_stairs_that_are_interpolated() -> None:
+    """Lengths that are padded to a power of two: where they rise, each length is traced."""
+
+    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        longer = 2 ** math.ceil(math.log2(x.shape[1]))
+        return layer(F.pad(x, (0, 0, 0, longer - x.shape[1])))
+
+    step = training(forward, nn.Linear(16, 16))
+    cost = measure_cost(step, frames, max_size=300, min_size=4, method="trace")
+    for shape in product((3, 200), (16, 17, 31, 32, 33, 34, 64, 65, 127, 128, 129, 256, 257, 300)):
+        real = trace_peak_bytes(step, frames(*shape))
+        assert 0.998 * real <= cost.batch_bytes(*shape) <= 1.03 * real
+
+
+@pytest.mark.slow
 def test_late_turns_of_a_loop() -> None:
     """Turns that begin to keep something late are not taken to be like the first ones."""
 
@@ -369,6 +411,42 @@ def test_loops(forward: Any) -> None:
         assert is_known or forward is of_levels
         assert cost.traced_bytes(n, size) == peak or not is_known
         assert cost.batch_bytes(n, size) - cost.offset >= 0.99 * peak
+
+
+def test_a_loop_over_padded_chunks() -> None:
+    """What always has the same value, as the length of a chunk, is no second loop."""
+
+    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        chunks = layer(F.pad(x, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4)))
+        state = chunks[:, 0]
+        for at in range(1, chunks.shape[1]):
+            state = (state + chunks[:, at]).tanh()
+        return state
+
+    step = training(forward, nn.Linear(16, 16))
+    cost = measure_cost(step, frames, max_size=60, min_size=2, method="trace")
+    for shape in [(1, 2), (1, 60), (2, 33), (7, 45), (100, 57), (250, 60), (250, 3)]:
+        assert cost.label(*shape) in ("exact", "tested")
+        assert cost.traced_bytes(*shape) == trace_peak_bytes(step, frames(*shape))
+
+
+def test_a_function_that_takes_only_numbers() -> None:
+    """`linspace` turns the second axis into a number, also of one sample."""
+
+    def forward(fields: list[torch.Tensor], layer: nn.Module) -> torch.Tensor:
+        hidden, targets = layer(fields[0]), fields[1]
+        if len(hidden) == 1:
+            hidden = hidden.exp().sin()
+        at = torch.linspace(0, 1, targets.shape[1])[:, None].expand(-1, 16)
+        found = torch.einsum("hc,npc->nhp", at, hidden).softmax(-1) @ hidden
+        return layer(found) * targets[..., None]
+
+    step = training(forward, nn.Linear(16, 16))
+    make = lambda n, size: [torch.zeros(n, size[0], 16), torch.zeros(n, size[1])]  # noqa: E731
+    cost = measure_cost(step, make, max_size=(400, 100), min_size=(8, 4), method="trace")
+    for n, *size in [(1, 9, 50), (1, 400, 5), (2, 300, 99), (40, 17, 17), (250, 400, 100)]:
+        assert cost.label(n, size) in ("exact", "tested")
+        assert cost.traced_bytes(n, size) == trace_peak_bytes(step, make(n, size))
 
 
 FEW = "encoder, padding masked", "spectrogram", "U-Net", "graphs"

@@ -178,7 +178,10 @@ class Trace:
 
     @property
     def equalities(self) -> dict[int, tuple[int, int]]:
-        """The conditions that an expression has one value: the expression and the value, by row."""
+        """The conditions that an expression has one value: the expression and the value, by row.
+
+        Without remainders that are 0: numbers of which one divides the other.
+        """
         found, nodes = {}, self.base.nodes
         for row, at in enumerate(self.base.conditions):
             name, *parts = nodes[at]
@@ -414,7 +417,7 @@ class Grid:
         values: bytes at each of these numbers.
         most: the largest number of samples at which bytes are known.
         reached: the most bytes that were measured; larger batches are not known.
-        raised: the share by which bytes are raised: the largest error on other shapes.
+        raised: the share by which bytes are raised: twice the largest error on other shapes.
         ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
