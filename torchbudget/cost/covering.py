@@ -43,13 +43,14 @@ _MOST_SECONDS: Final = 60.0  # of computing for pieces
 # Most samples in traces that are compared; with a budget, more if they fit.
 _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
-# A grid is refined while the error in the middle of a cell exceeds this, until time is up.
+# A grid is refined while the error on another shape exceeds this, until time is up.
 _OFF: Final = 0.01
 # Least ratio of consecutive numbers of samples in a column, which limits the time.
 _NEAR: Final = 1.5
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
 # samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
-# long as numbers, and 32 times for windows of two axes; a loss of 230 chunks takes 6 s.
+# long as numbers, and 32 times for windows of two axes, for which the limit is doubled; a loss of
+# 230 chunks takes 6 s.
 _LOOPING: Final = 16
 _LEAST_SECONDS: Final = 0.5
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
@@ -96,7 +97,6 @@ class Covering:
     probes: list[Probe] = field(default_factory=list)
     empty: int = 0
     reason: str = ""
-    _errors: FloatArray = field(default_factory=lambda: np.zeros(0))  # on held-out shapes
     _recipe: Recipe | None = None  # of the batches, if there is one
     _shapes: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # that are drawn
     _symbolic: dict[Shape, Trace] = field(default_factory=dict)
@@ -276,9 +276,9 @@ class Covering:
     def _further(self, trace: Trace, row: int, shape: Shape) -> Shape:
         """A shape at which an expression has the next larger value, and others the same."""
         near, [values] = self._moved(trace, [row], shape)
-        near = near[values == values.min()]
         failed = trace.base.failed(near).sum(axis=0)
-        near = near[failed == failed.min()]  # of the same branches
+        right = failed == failed.min()  # as many of the same branches as possible
+        near = near[right & (values == values[right].min())]
         return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
     def _moved(self, trace: Trace, rows: list[int], shape: Shape) -> tuple[IntArray, IntArray]:
@@ -293,7 +293,6 @@ class Covering:
         along_n = _column_of(shape[1:], np.arange(1, 4 * shape[0]))
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
-        near = near[((near == 1) == (np.array(shape) == 1)).all(axis=1)]  # 1 is no symbol
         loops = self._loops(trace)
         wanted, own = zip(*loops.values(), strict=True)
         values = np.array(trace.base.expressions.evaluate(near, wanted))
@@ -386,7 +385,7 @@ class Covering:
         """Trace columns, and those of drawn shapes that lie off, until further shapes do not."""
         self._deadline = time.process_time() + self.seconds
         domain, rng = self.subject.domain, np.random.default_rng(2)
-        # Shapes of few sizes are few: their sizes with other numbers of samples are as good.
+        # If only some sizes have no piece, few shapes were drawn: other numbers of their samples.
         others = [np.insert(left[:, 1:], 0, rng.permutation(left[:, 0]), axis=1) for _ in range(8)]
         others = [one[first_held(self.pieces, one)[0] == len(self.pieces)] for one in others]
         left = rng.permutation(np.unique(np.concatenate([left, *others]), axis=0))
@@ -394,7 +393,7 @@ class Covering:
         left = left[:_HELD_OUT]
         while (off := self._hold_out(sizes, left)) is not None:
             self._column(off[1:], off[0])  # it would raise other shapes, too, so it becomes a node
-            # Where bytes rise in stairs, a step is next to it.
+            # Bytes may rise in a step between it and its neighbours.
             left = np.concatenate([left, self._between(off, sizes)])
             sizes = [sorted({*one, new}) for one, new in zip(sizes, off[1:], strict=True)]
 
@@ -476,9 +475,9 @@ class Covering:
             A shape that is too far off, while there is time to trace further columns.
         """
         grid = self._grid_of(sizes)
-        known = left[:, 0] <= grid.known_at(left[:, 1:])
+        are_known = left[:, 0] <= grid.known_at(left[:, 1:])
         # Bytes that are too high count as well.
-        left = left[known & (grid.bytes_at(left) <= 2 * self.room)]
+        left = left[are_known & (grid.bytes_at(left) <= 2 * self.room)]
         shapes: list[Shape] = []
         for drawn in left.tolist():
             late = time.process_time() > self._deadline + self.seconds / 2
@@ -491,9 +490,18 @@ class Covering:
             shapes.append(shape)
         real = np.array([self._at(shape) for shape in shapes], float)
         found = grid.bytes_at(shapes) if shapes else real
-        self._errors = found / real - 1
-        # Twice, as of runs: shapes that were not drawn may be further off.
-        self.grid = replace(grid, raised=2 * float((real / found - 1).max(initial=0.0)))
+        high, low = (float((one - 1).max(initial=0.0)) for one in (found / real, real / found))
+        # Twice, as the margin of runs: other shapes may be further off.
+        self.grid = replace(grid, raised=2 * low)
+        why = self.reason and f" ({self.reason})"
+        known = f"up to {grid.most:,} samples"
+        if self._ends:
+            known += f", traced up to {min(self._ends.values()):,} of some sizes"
+        self.subject.notes.append(
+            f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
+            f"{known}; {len(shapes)} other shapes were up to {low:.2%} too low, twice which is "
+            f"added, and up to {high:.2%} too high"
+        )
         return None
 
     def _note_what_is_left(self, trace: Trace, shape: IntArray) -> None:
@@ -508,17 +516,6 @@ class Covering:
             self.subject.notes.append(
                 f"the step branches on {trace.assumed} values of tensors; the trace assumes that "
                 "all of them are False"
-            )
-        if self.grid is not None:
-            why = self.reason and f" ({self.reason})"
-            known = f"up to {self.grid.most:,} samples"
-            if self._ends:
-                known += f", traced up to {min(self._ends.values()):,} of some sizes"
-            self.subject.notes.append(
-                f"interpolated between shapes that no symbolic trace covers{why}, for batches of "
-                f"{known}; {len(self._errors)} other shapes were up to {self.grid.raised / 2:.2%} "
-                "too low, twice which is added, and up to "
-                f"{self._errors.max(initial=0.0):.2%} too high"
             )
 
 

@@ -253,6 +253,7 @@ class _Runs:
         self._run_first(smallest)
         self._reach_for(largest, _SAFE)
         self._reach_for(largest)
+        self._note_if_unreached(largest)
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
         self._reach_for(domain.between(short), held_out=True)
         # On the CPU, runs that fill the budget take most of the time: no more if all agree. On
@@ -348,6 +349,13 @@ class _Runs:
             return False
         return True
 
+    def _note_if_unreached(self, largest: Size) -> None:
+        if all(probe.size != largest for probe in self.probes):
+            self.subject.notes.append(
+                f"no batch of the largest size, {largest}, was run: one sample of it is predicted "
+                "to exceed the budget"
+            )
+
     def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
         """Coefficients of 1, n and floating-point operations, at least 0, of the runs' seconds."""
         seconds = np.array([probe.seconds for probe in self.probes], float)
@@ -382,6 +390,7 @@ class _Runs:
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)
+        self._note_if_unreached(domain.largest)
         self.known = self._grid_cost(nodes)
         for share in (0.3, 0.7):
             self._reach_for(domain.between(share), held_out=True)

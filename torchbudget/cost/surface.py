@@ -97,7 +97,12 @@ class Surface:
         if grid is None:
             owner = _filled(owner.reshape(-1, len(points)), len(pieces)).reshape(owner.shape)
             two = (owner[starts == 2] < len(pieces)).all(axis=(0, 1))
-            known = _next_known(two.reshape(shape))
+            every = np.arange(len(points)).reshape(shape)
+            # Of a size without a piece, those of the next larger one that has one.
+            places = np.where(two.reshape(shape), every, -1)
+            for axis in range(len(shape)):
+                places = _filled(places.swapaxes(0, axis), -1).swapaxes(0, axis)
+            known = np.where(places < 0, every, places).ravel()
             points, owner = points[known], owner[..., known]
         # The first and the last n of a row, and the row.
         found: list[tuple[int, int, FloatArray]] = []
@@ -273,31 +278,11 @@ def _changes(pieces: Sequence[Piece], points: IntArray) -> list[int]:
     return found
 
 
-def _filled(owners: IntArray, none: int) -> IntArray:
-    """Shapes without a piece, `(numbers, sizes)`, have that of the next larger number with one."""
-    for later, own in zip(owners[:0:-1], owners[-2::-1], strict=True):
-        own[:] = np.where(own == none, later, own)
-    return owners
-
-
-def _next_known(known: npt.NDArray[np.bool_]) -> IntArray:
-    """For each size, the place of itself or of a larger one of which something is known.
-
-    Args:
-        known: whether a piece holds for two samples, and so for some number of them: by size.
-
-    Returns:
-        Places in the flat table; of a size without a larger one that is known, its own.
-    """
-    places = np.arange(known.size).reshape(known.shape)
-    for axis, length in enumerate(known.shape):
-        own = np.expand_dims(np.arange(length), [k for k in range(known.ndim) if k != axis])
-        later = np.flip(np.where(known, own, length), axis)
-        after = np.flip(np.minimum.accumulate(later, axis=axis), axis)
-        after = np.where(after < length, after, own)
-        places = np.take_along_axis(places, after, axis)
-        known = np.take_along_axis(known, after, axis)
-    return places.ravel()
+def _filled(values: IntArray, none: int) -> IntArray:
+    """Along the first axis, each `none` becomes the next other value, if there is one."""
+    own = np.arange(len(values)).reshape(-1, *[1] * (values.ndim - 1))
+    later = np.where(values == none, len(values) - 1, own)
+    return np.take_along_axis(values, np.minimum.accumulate(later[::-1])[::-1], 0)
 
 
 def _line(

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -157,7 +158,6 @@ class Tracer:
         coordinates: Sequence[Any],
     ) -> Trace:
         begun = time.process_time()
-        # Taken now: a symbol that the step turns into a number is replaced later.
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
         traces: list[Trace] = []
         for integer in (1, 2):
@@ -242,14 +242,8 @@ class Tracer:
                 gc.disable()
                 stack.callback(gc.enable)
             # Shared by all of the process's fake tensors, and unbounded.
-            stack.callback(_forget_outputs, dict(FakeTensorMode.cache))
+            stack.enter_context(patch.dict(FakeTensorMode.cache))
             yield
-
-
-def _forget_outputs(known: dict[Any, Any]) -> None:
-    """Leave in the cache of fake tensors' outputs what was there before."""
-    FakeTensorMode.cache.clear()
-    FakeTensorMode.cache.update(known)
 
 
 def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
