@@ -69,7 +69,7 @@ def compare(
 
 
 def padded(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    return layer(F.pad(x, (0, 0, 0, -x.shape[1] % 16)))
+    return layer(F.pad(x, (0, 0, 0, divmod(-x.shape[1], 16)[1])))
 
 
 def interpolated(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -311,8 +311,7 @@ def test_windows_of_images() -> None:
     for n, *size in product((1, 2, 30), (8, 29, 58, 96), (8, 17, 44, 96)):
         peak = trace_peak_bytes(step, make(n, size))
         assert cost.traced_bytes(n, size) == peak or cost.label(n, size) == "raised"
-        assert peak <= cost.batch_bytes(n, size)
-    assert cost.capacity((96, 96), 2**30) > 500
+        assert peak <= cost.batch_bytes(n, size) < 2**30
 
 
 @pytest.mark.slow
@@ -320,8 +319,7 @@ def test_stairs_that_are_interpolated() -> None:
     """Lengths that are padded to a power of two: where they rise, each length is traced."""
 
     def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        longer = 2 ** math.ceil(math.log2(x.shape[1]))
-        return layer(F.pad(x, (0, 0, 0, longer - x.shape[1])))
+        return layer(F.pad(x, (0, 0, 0, 2 ** math.ceil(math.log2(x.shape[1])) - x.shape[1])))
 
     step = training(forward, nn.Linear(16, 16))
     cost = measure_cost(step, frames, max_size=300, min_size=4, method="trace")
@@ -408,38 +406,41 @@ def test_loops(forward: Any) -> None:
         assert cost.batch_bytes(n, size) - cost.offset >= 0.99 * peak
 
 
-def test_a_loop_over_padded_chunks() -> None:
+def over_padded_chunks(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """What always has the same value, as the length of a chunk, is no second loop."""
+    chunks = layer(F.pad(x, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4)))
+    state = chunks[:, 0]
+    for at in range(1, chunks.shape[1]):
+        state = (state + chunks[:, at]).tanh()
+    return state
 
-    def forward(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        chunks = layer(F.pad(x, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4)))
-        state = chunks[:, 0]
-        for at in range(1, chunks.shape[1]):
-            state = (state + chunks[:, at]).tanh()
-        return state
 
+def with_linspace(fields: list[torch.Tensor], layer: nn.Module) -> torch.Tensor:
+    """It turns the second axis into a number, also of one sample."""
+    hidden, targets = layer(fields[0]), fields[1]
+    hidden = hidden.exp().sin() if len(hidden) == 1 else hidden
+    at = torch.linspace(0, 1, targets.shape[1])[:, None].expand(-1, 16)
+    found = torch.einsum("hc,npc->nhp", at, hidden).softmax(-1) @ hidden
+    return layer(found) * targets[..., None]
+
+
+def with_an_and(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Where the first part is false, a trace knows nothing of the second one."""
+    rare = x.shape[1] % 4 == 0 and x.shape[1] % 3 != 1
+    return layer(x).exp().sin().cos() if rare else layer(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "least", "most"),
+    [(over_padded_chunks, 2, 60), (with_an_and, 4, 64), (with_linspace, (8, 4), (400, 100))],
+)
+def test_every_shape_is_known(forward: Any, least: Any, most: Any) -> None:
     step = training(forward, nn.Linear(16, 16))
-    cost = measure_cost(step, frames, max_size=60, min_size=2, method="trace")
-    for shape in [(1, 2), (1, 60), (2, 33), (7, 45), (100, 57), (250, 60), (250, 3)]:
-        assert cost.label(*shape) in ("exact", "tested")
-        assert cost.traced_bytes(*shape) == trace_peak_bytes(step, frames(*shape))
-
-
-def test_a_function_that_takes_only_numbers() -> None:
-    """`linspace` turns the second axis into a number, also of one sample."""
-
-    def forward(fields: list[torch.Tensor], layer: nn.Module) -> torch.Tensor:
-        hidden, targets = layer(fields[0]), fields[1]
-        if len(hidden) == 1:
-            hidden = hidden.exp().sin()
-        at = torch.linspace(0, 1, targets.shape[1])[:, None].expand(-1, 16)
-        found = torch.einsum("hc,npc->nhp", at, hidden).softmax(-1) @ hidden
-        return layer(found) * targets[..., None]
-
-    step = training(forward, nn.Linear(16, 16))
-    make = lambda n, size: [torch.zeros(n, size[0], 16), torch.zeros(n, size[1])]  # noqa: E731
-    cost = measure_cost(step, make, max_size=(400, 100), min_size=(8, 4), method="trace")
-    for n, *size in [(1, 9, 50), (1, 400, 5), (2, 300, 99), (40, 17, 17), (250, 400, 100)]:
+    pairs = lambda n, size: [torch.zeros(n, size[0], 16), torch.zeros(n, size[1])]  # noqa: E731
+    make = frames if isinstance(most, int) else pairs
+    cost = measure_cost(step, make, max_size=most, min_size=least, method="trace")
+    for n, share in product((1, 2, 130), (0, 0.14, 0.4, 0.54, 0.94, 1)):
+        size = np.rint(np.add(least, share * np.subtract(most, least))).astype(int).tolist()
         assert cost.label(n, size) in ("exact", "tested")
         assert cost.traced_bytes(n, size) == trace_peak_bytes(step, make(n, size))
 

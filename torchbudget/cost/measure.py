@@ -114,9 +114,9 @@ def measure_cost(
             sampler or stream to read it from.
 
     Returns:
-        The cost. Without runs its margin is 0; interpolated bytes are raised by twice the largest
-        error on other shapes. With runs the margin is twice the largest underestimate of a run, at
-        least 1 %, at least 16 MiB at the budget, and at least 3 % without a trace.
+        The cost. Without runs its margin is 0; interpolated bytes are raised by the largest error
+        on other shapes, and up to 1 % more. With runs the margin is twice the largest underestimate
+        of a run, at least 1 %, at least 16 MiB at the budget, and at least 3 % without a trace.
 
     Raises:
         CostError: the step cannot be measured, is only a part of a training step, or does not fit

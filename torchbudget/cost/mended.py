@@ -37,7 +37,7 @@ def mended(env: Any) -> Iterator[None]:
     of_symbols = {name: _named(env, getattr(SymNode, name)) for name in ("int_floordiv", "mod")}
     of_tensors: dict[str, Any] = {"matmul": _matmul, "__matmul__": _matmul, "__getitem__": _getitem}
     with (
-        patch.object(builtins, "len", _len),
+        patch.multiple(builtins, len=_len, divmod=_divmod),
         patch.multiple(F, interpolate=_interpolate, one_hot=_one_hot),
         patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
         patch.object(torch._VF, "stft", _stft),
@@ -84,6 +84,11 @@ def _len(one: Any) -> Any:
     if isinstance(first, torch.SymInt):
         return first
     return _python_len(one)
+
+
+def _divmod(one: Any, other: Any) -> tuple[Any, Any]:
+    """`divmod`, which symbols do not have."""
+    return one // other, one % other
 
 
 def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:

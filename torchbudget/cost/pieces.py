@@ -417,7 +417,7 @@ class Grid:
         values: bytes at each of these numbers.
         most: the largest number of samples at which bytes are known.
         reached: the most bytes that were measured; larger batches are not known.
-        raised: the share by which bytes are raised: twice the largest error on other shapes.
+        raised: the share by which bytes are raised, for the largest error on other shapes.
         ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
