@@ -65,9 +65,10 @@ _LEAST_TURNS: Final = 5
 _FEW: Final = 2
 # Of computing for the trace of the most turns.
 _FAR_SECONDS: Final = 2.0
-# Shapes, and the largest, that test a set of conditions which fail. Of `a and b`, a trace in which
-# a is false has no condition on b: with the smallest and the largest alone, bytes were 66 % low.
-_SPREAD: Final = 4
+# Of so many shapes at which a set of conditions fails, one more is tested. Of `a and b`, a trace in
+# which a is false has no condition on b: with the smallest and the largest alone, bytes were 66 %
+# too low.
+_SPREAD: Final = 20
 # Sizes, and numbers of samples of each, that are searched for other peaks.
 _SOME: Final = 32
 _MANY: Final = 2 ** np.arange(21)
@@ -346,8 +347,8 @@ class Covering:
                 smallest = dict(zip(tops[::-1], of_few[::-1], strict=True))
                 chosen |= {k for top, k in smallest.items() if top != tops[-1]}
             if one and not known:
-                spread = 1 if bounds.issuperset(one) else _SPREAD
-                chosen |= {*of_few[:: -(-len(of_few) // spread) or 1]}
+                more = 0 if bounds.issuperset(one) else len(of_few) // _SPREAD
+                chosen |= {*of_few[:: len(of_few) // (1 + more) or 1]}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
             tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
             off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
