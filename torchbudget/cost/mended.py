@@ -71,7 +71,9 @@ def _named(env: Any, operation: Callable[[Any, Any], Any]) -> Any:
         if meaning not in env.quotients:
             source: Any = sources.ConstantSource(f"q{len(env.quotients)}")
             new = env.create_unspecified_symint_and_symbol(found.hint, source, DimDynamic.DYNAMIC)
-            env.var_to_range[new.node.expr] = env.bound_sympy(meaning)
+            bounds = env.bound_sympy(meaning)
+            if found.hint in bounds:  # torch 2.6 takes -L % 4 for 0
+                env.var_to_range[new.node.expr] = bounds
             env.quotients[meaning] = new.node
         return env.quotients[meaning]
 
