@@ -329,11 +329,14 @@ class Covering:
         equalities = {row for row, at in rows if piece.nodes[at][0] == "Equality"}
         bounds = {*range(shapes.shape[1])}  # that a coordinate is above 1
         harmless: set[tuple[int, ...]] = set()
+        harmful: list[set[int]] = []
         sets = _failing(piece, shapes)
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
-            if one and (equalities & set(one) or not self._has_time()):
+            # What needs other bytes does so with further conditions.
+            is_harmful = any(some.issubset(one) for some in harmful)
+            if one and (is_harmful or equalities & set(one) or not self._has_time()):
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
@@ -355,6 +358,7 @@ class Covering:
             if any(off) and not one:
                 raise UntraceableError(f"the symbolic trace is off by {max(off, key=abs):+.2%}")
             if one and (any(off) or not off):
+                harmful += [{*one}] if off else []
                 continue
             left[mine] = False
             harmless |= {one} if one else set()
