@@ -69,7 +69,7 @@ def compare(
 
 
 def padded(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    return layer(F.pad(x, (0, 0, 0, divmod(-x.shape[1], 16)[1])))
+    return layer(F.pad(x, (0, 0, 0, -x.shape[1] % 16)))
 
 
 def interpolated(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:

@@ -57,13 +57,13 @@ _LEAST_SECONDS: Final = 0.5
 # too low elsewhere. With 128, 4 of 960 further shapes of an LSTM were 0.2 to 0.6 % too low.
 _HELD_OUT: Final = 128
 _LEAST_HELD_OUT: Final = 12  # if time is up
-# Numbers of turns are so far apart that one turn less is not the other number.
+# Turns by which two traces of a loop differ: by 1, a number L - 1 in one would be L in the other.
 _APART: Final = 3
-# Fewer turns may have no first, last and further one each.
+# Turns of a loop that are traced at least: a first, a last, and some between them that are alike.
 _LEAST_TURNS: Final = 5
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
-# Of computing for the trace of the most turns.
+# Seconds that the trace of the most turns may take.
 _FAR_SECONDS: Final = 2.0
 # Of so many shapes at which a set of conditions fails, one more is tested. Of `a and b`, a trace in
 # which a is false has no condition on b: with the smallest and the largest alone, bytes were 66 %
@@ -181,8 +181,7 @@ class Covering:
     ) -> tuple[Piece, npt.NDArray[np.bool_]]:
         """The piece of a trace, and for which shapes a trace takes about as long.
 
-        If an expression has one value in the trace, as the number of a loop's turns, the piece
-        is one of any value, if that is found by further traces.
+        If the step loops, further traces are used to find a piece for any number of turns.
         """
         loops = self._loops(trace)
         rows = [*loops]
@@ -207,7 +206,7 @@ class Covering:
         """The nearest shape of few turns of each loop, which takes less time.
 
         Raises:
-            UntraceableError: there are no loops, or only such of less than a few turns.
+            UntraceableError: there are no loops, or no shape has enough turns.
         """
         nodes = trace.base.nodes
         loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
@@ -219,14 +218,14 @@ class Covering:
         return _distinct(shape, shapes[enough & (least == least[enough].min())])
 
     def _loops(self, trace: Trace) -> dict[int, tuple[int, int]]:
-        """The expressions that have one value in a trace, and others elsewhere, by row."""
+        """Equalities that fail at other shapes, as of a number of turns: expression and value."""
         found = trace.equalities
         values = trace.base.expressions.evaluate(self._shapes, [at for at, _ in found.values()])
         pairs = zip(found.items(), values, strict=True)
         return {row: (at, own) for (row, (at, own)), its in pairs if (its != own).any()}
 
     def _freed(self, trace: Trace, kept: int, shape: Shape) -> Trace:
-        """The trace for any value of each expression that has one value in it, but for one."""
+        """The trace for any number of turns of each loop but one."""
         found = trace
         for row in self._loops(trace):
             if row != kept:
@@ -241,13 +240,13 @@ class Covering:
         return self._symbolic[shape]
 
     def _check_whole(self, trace: Trace, rows: list[int], shape: Shape, whole: Piece) -> None:
-        """Compare all storages with those of further traces, far from the others.
+        """Compare the bytes of all storages with those of concrete traces of other turns.
 
         Numbers that rise in stairs, as of a length padded to a multiple, may lie on a line at some
         values, but not at values next to each other. Late turns may differ from early ones.
 
         Raises:
-            UntraceableError: they differ: what differs between traces does not grow evenly.
+            UntraceableError: they differ: not each turn adds the same.
         """
         near, values = self._moved(trace, rows, shape)
         own = np.array([[self._loops(trace)[row][1]] for row in rows])
@@ -274,22 +273,22 @@ class Covering:
         far = self.subject.domain.occurring(self._limited(tuple(shape.tolist())))
         self._at(far)
         if self._concrete[far].whole().bytes_at([far]) != whole.bytes_at([far]):
-            raise UntraceableError("what differs between traces does not grow evenly")
+            raise UntraceableError("not each turn of the loop adds the same")
         return self._concrete[far].seconds
 
     def _further(self, trace: Trace, row: int, shape: Shape) -> Shape:
-        """A shape at which an expression has the next larger value, and others the same."""
+        """A shape of a few more turns of one loop, and as many of the others."""
         near, [values] = self._moved(trace, [row], shape)
         failed = trace.base.failed(near).sum(axis=0)
-        right = failed == failed.min()  # as many of the same branches as possible
+        right = failed == failed.min()  # most branches are the same
         near = near[right & (values == values[right].min())]
         return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
     def _moved(self, trace: Trace, rows: list[int], shape: Shape) -> tuple[IntArray, IntArray]:
-        """Shapes at which some expressions have larger values, and others the same.
+        """Shapes of more turns of some loops, and as many of the others.
 
         Returns:
-            The shapes, `(S, d)`, and these larger values, shape `(rows, S)`.
+            The shapes, `(S, d)`, and these numbers of turns, shape `(rows, S)`.
 
         Raises:
             UntraceableError: there are none.
@@ -334,7 +333,7 @@ class Covering:
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
-            # What needs other bytes does so with further conditions.
+            # A set that needs other bytes does so together with further conditions.
             is_harmful = any(some.issubset(one) for some in harmful)
             if one and (is_harmful or equalities & set(one) or not self._has_time()):
                 continue
@@ -395,10 +394,10 @@ class Covering:
     # The grid.
 
     def _make_grid(self, left: IntArray) -> None:
-        """Trace columns, and those of drawn shapes that lie off, until further shapes do not."""
+        """Trace columns of some sizes, and of each drawn shape that is off, until none is."""
         self._deadline = time.process_time() + self.seconds
         domain, rng = self.subject.domain, np.random.default_rng(2)
-        # If only some sizes have no piece, few shapes were drawn: other numbers of their samples.
+        # If only some sizes have no piece, few shapes are left: add other numbers of samples.
         others = [np.insert(left[:, 1:], 0, rng.permutation(left[:, 0]), axis=1) for _ in range(8)]
         others = [one[first_held(self.pieces, one)[0] == len(self.pieces)] for one in others]
         left = rng.permutation(np.unique(np.concatenate([left, *others]), axis=0))
@@ -482,7 +481,7 @@ class Covering:
         return self._columns[size]
 
     def _hold_out(self, sizes: list[list[int]], left: IntArray) -> Shape | None:
-        """Make the grid, and raise it by more than the largest error on other shapes.
+        """Make the grid, and raise it for the largest error on other shapes.
 
         Returns:
             A shape that is too far off, while there is time to trace further columns.
@@ -504,7 +503,7 @@ class Covering:
         real = np.array([self._at(shape) for shape in shapes], float)
         found = grid.bytes_at(shapes) if shapes else real
         high, low = (float((one - 1).max(initial=0.0)) for one in (found / real, real / found))
-        # Other shapes may be further off: up to 1 % more.
+        # Shapes that were not drawn may be further off, so up to 1 % more.
         self.grid = replace(grid, raised=low + min(low, _OFF))
         why = self.reason and f" ({self.reason})"
         known = f"up to {grid.most:,} samples"

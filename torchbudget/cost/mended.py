@@ -30,14 +30,14 @@ def mended(env: Any) -> Iterator[None]:
     """Replace the names of functions that take only concrete numbers.
 
     Args:
-        env: the shape environment; `quotients` are the symbols that stand for expressions.
+        env: the shape environment; its `quotients` are symbols, by the expression of each.
     """
     from torch.fx.experimental.sym_node import SymNode
 
     of_symbols = {name: _named(env, getattr(SymNode, name)) for name in ("int_floordiv", "mod")}
     of_tensors: dict[str, Any] = {"matmul": _matmul, "__matmul__": _matmul, "__getitem__": _getitem}
     with (
-        patch.multiple(builtins, len=_len, divmod=_divmod),
+        patch.object(builtins, "len", _len),
         patch.multiple(F, interpolate=_interpolate, one_hot=_one_hot),
         patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
         patch.object(torch._VF, "stft", _stft),
@@ -54,7 +54,7 @@ _BASIC: Final = (int, torch.SymInt, slice, type(None), type(Ellipsis))
 
 
 def _named(env: Any, operation: Callable[[Any, Any], Any]) -> Any:
-    """Division with rounding whose results are symbols of their own.
+    """A division that rounds, or a remainder, whose results are new symbols.
 
     In an attention within windows of two padded axes, sympy simplified quotients of quotients for
     over 100 seconds; a trace with these symbols takes 8.
@@ -86,11 +86,6 @@ def _len(one: Any) -> Any:
     if isinstance(first, torch.SymInt):
         return first
     return _python_len(one)
-
-
-def _divmod(one: Any, other: Any) -> tuple[Any, Any]:
-    """`divmod`, which symbols do not have."""
-    return one // other, one % other
 
 
 def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
