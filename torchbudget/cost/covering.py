@@ -209,6 +209,7 @@ class Covering:
             UntraceableError: there are no loops, or no shape has enough turns.
         """
         nodes = trace.base.nodes
+        shapes = shapes[((shapes == 1) == (np.array(shape) == 1)).all(axis=1)]  # other symbols
         loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
         turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)
@@ -248,15 +249,15 @@ class Covering:
         Raises:
             UntraceableError: they differ: not each turn adds the same.
         """
-        near, values = self._moved(trace, rows, shape)
+        near, values = self._moved(trace, rows, shape, 1)
         own = np.array([[self._loops(trace)[row][1]] for row in rows])
         second = np.array([[self._moved(trace, [row], shape)[1].min()] for row in rows])
-        right = (values > second).all(axis=0)
-        right &= ~whole.failed(near)[: -2 * len(rows)].any(axis=0)
+        right = (values != second).all(axis=0)
+        right &= whole.failed(near).sum(axis=0) == len(rows)  # more turns of each loop, no more
         near, values = near[right], values[:, right]
         few = (values <= np.maximum(_FEW * own, second + _APART)).all(axis=0)
         if not few.any():
-            raise UntraceableError("no shape has many more turns of the loop")
+            raise UntraceableError("no shape has another number of turns of the loop")
         last = np.where(few, values.sum(axis=0), 0).argmax()
         off = np.abs(values - values[:, [last]])
         apart = np.where(few & off.all(axis=0), off.sum(axis=0), MAX_BYTES)
@@ -284,8 +285,10 @@ class Covering:
         near = near[right & (values == values[right].min())]
         return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
-    def _moved(self, trace: Trace, rows: list[int], shape: Shape) -> tuple[IntArray, IntArray]:
-        """Shapes of more turns of some loops, and as many of the others.
+    def _moved(
+        self, trace: Trace, rows: list[int], shape: Shape, least: int = _APART
+    ) -> tuple[IntArray, IntArray]:
+        """Shapes of at least so many more turns of some loops, and as many of the others.
 
         Returns:
             The shapes, `(S, d)`, and these numbers of turns, shape `(rows, S)`.
@@ -301,7 +304,7 @@ class Covering:
         values = np.array(trace.base.expressions.evaluate(near, wanted))
         more = values - np.array(own)[:, None]
         moved = np.isin([*loops], rows)
-        right = np.where(moved[:, None], more >= _APART, more == 0).all(axis=0)
+        right = np.where(moved[:, None], more >= least, more == 0).all(axis=0)
         if not right.any():
             raise UntraceableError("no shape has more turns of the loop")
         return near[right], values[moved][:, right]

@@ -37,7 +37,7 @@ def mended(env: Any) -> Iterator[None]:
     of_symbols = {name: _named(env, getattr(SymNode, name)) for name in ("int_floordiv", "mod")}
     of_tensors: dict[str, Any] = {"matmul": _matmul, "__matmul__": _matmul, "__getitem__": _getitem}
     with (
-        patch.object(builtins, "len", _len),
+        patch.multiple(builtins, len=_len, range=_Range),
         patch.multiple(F, interpolate=_interpolate, one_hot=_one_hot),
         patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
         patch.object(torch._VF, "stft", _stft),
@@ -47,7 +47,8 @@ def mended(env: Any) -> Iterator[None]:
         yield
 
 
-_python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F.one_hot
+_python_len, _python_range = builtins.len, builtins.range
+_torch_interpolate, _torch_one_hot = F.interpolate, F.one_hot
 _torch_from_numpy, _torch_matmul = torch.from_numpy, torch.matmul
 _torch_getitem: Any = torch.Tensor.__getitem__
 _BASIC: Final = (int, torch.SymInt, slice, type(None), type(Ellipsis))
@@ -86,6 +87,23 @@ def _len(one: Any) -> Any:
     if isinstance(first, torch.SymInt):
         return first
     return _python_len(one)
+
+
+class _Ranges(type):
+    def __instancecheck__(cls, one: Any) -> bool:
+        return isinstance(one, _python_range)
+
+
+class _Range(metaclass=_Ranges):
+    """`range`, for which the number of turns of a loop is decided, not the end itself."""
+
+    def __new__(cls, *ends: Any) -> Any:
+        if _python_len(ends) == 3 and isinstance(ends[1], torch.SymInt):
+            start, stop, step = ends
+            if isinstance(start, int) and isinstance(step, int) and step > 1:
+                stop = start + step * int((stop - start + step - 1) // step)
+                return _python_range(start, stop, step)
+        return _python_range(*ends)
 
 
 def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:

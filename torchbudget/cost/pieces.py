@@ -245,10 +245,7 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, P
         UntraceableError: the traces differ in another way.
     """
     turns = _Turns(one, other)
-    last = len(other.events) - 1
-    mine, its = _alike(one, other)
-    places, late = _places(mine, its), _places(mine[::-1], its[::-1])
-    (whole, sums), (_, others) = turns.sums(places), turns.sums(last - late[::-1])
+    (whole, sums), (_, others) = map(turns.sums, _placed(*_alike(one, other)))
     piece = replace(turns.base(is_loop=True), sums=tuple(sorted(sums | others)))
     return piece.kept(shapes), replace(piece, sums=(whole,))
 
@@ -265,6 +262,12 @@ def _alike(*traces: Trace) -> list[IntArray]:
         numbers = np.array([known.setdefault(key, 1 + len(known)) for key in keys])
         found.append(trace.signs * numbers[trace.events])
     return found
+
+
+def _placed(one: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
+    """The places of one array's items in the other, from the first item on, and from the last."""
+    last = len(other) - 1
+    return _places(one, other), last - _places(one[::-1], other[::-1])[::-1]
 
 
 def _places(one: IntArray, other: IntArray) -> IntArray:
@@ -303,11 +306,27 @@ class _Turns:
     def __init__(self, one: Trace, other: Trace) -> None:
         self._one, self._other, self.joined = one, other, Expressions()
         mine, its = one.equalities, other.equalities
-        rows = [row for row in mine if row in its and mine[row][1] != its[row][1]]
-        if len(rows) != 1 or len(one.base.conditions) != len(other.base.conditions):
+        # A turn may have conditions: those of the first ones are joined, and those of the last.
+        forms: dict[Any, int] = {}
+        numbers = [
+            np.array(
+                [forms.setdefault(base.expressions.form(at), len(forms)) for at in base.conditions]
+            )
+            for base in (one.base, other.base)
+        ]
+        every = range(len(one.base.conditions))
+        self._pairs = {
+            pair
+            for places in _placed(*numbers)
+            for pair in zip(every, places.tolist(), strict=True)
+        }
+        rows = [
+            (a, b) for a, b in self._pairs if a in mine and b in its and mine[a][1] != its[b][1]
+        ]
+        if len(rows) != 1:
             raise UntraceableError("the traces have other conditions")
         [self._row], self._more = rows, 0
-        (turns, self._first), (same, second) = mine[self._row], its[self._row]
+        (turns, self._first), (same, second) = mine[self._row[0]], its[self._row[1]]
         self._number = self.of(turns, same)
         self._more = second - self._first
 
@@ -336,17 +355,16 @@ class _Turns:
     def base(self, *, is_loop: bool) -> Piece:
         """The conditions of both traces; in place of the equality, "at most" and "at least".
 
-        Concrete traces may show that one of them does not matter. A loop of fewer turns has no
-        third turn, though: its "at least" is written as an equality, which is never set aside.
+        Concrete traces may show that one of them does not matter. Loops of fewer turns have a
+        condition for each number of them, so that each is tested for itself.
         """
         node, mine, its = self.joined.node, self._one.base, self._other.base
-        first, number = node("int", self._first), self._number
-        least = node("Equality", node("Min", number, first), first)
-        ends = node("LessThan", number, first), node("GreaterThan", number, first)
-        both = [*zip(mine.conditions, its.conditions, strict=True)]
-        del both[self._row]
-        same = (self.of(at, its) for at, its in both)
-        conditions = (*same, ends[0], least if is_loop else ends[1])
+        pairs = sorted(self._pairs - {self._row})
+        same = (self.of(mine.conditions[a], its.conditions[b]) for a, b in pairs)
+        ends = range(2 if is_loop else self._first, self._first + 1)
+        least = (node("GreaterThan", self._number, node("int", end)) for end in ends)
+        most = node("LessThan", self._number, node("int", self._first))
+        conditions = (*same, *least, most)
         flops = self.of(mine.flops, its.flops)
         return replace(mine, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
 
