@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -184,22 +184,19 @@ class Covering:
         If the step loops, further traces are used to find a piece for any number of turns.
         """
         loops = self._loops(trace)
-        rows = [*loops]
-        for row, (at, own) in loops.items():
+        # All loops at once; else one of them, with the turns of the others as they are.
+        alone = [([one], one) for one in loops] if len(loops) > 1 else []
+        for freed, kept in [*(([*loops], one) for one in loops), *alone]:
             with suppress(UntraceableError, ValueDependentError):
-                further = self._further(trace, row, shape)
-                one = self._freed(trace, row, shape)
-                other = self._freed(self._traced(further), row, further)
+                further = self._further(trace, kept, shape)
+                one = self._freed(trace, freed, kept, shape)
+                other = self._freed(self._traced(further), freed, kept, further)
                 piece, whole = continued(one, other, every)
-                self._check_whole(trace, rows, shape, whole)
+                self._check_whole(trace, freed, shape, whole)
                 piece.in_n(np.array([shape[1:]]))
+                at, own = loops[kept]
                 [turns] = trace.base.expressions.evaluate(self._shapes, [at])
                 return piece, turns <= _FEW * own
-        for row in rows:
-            with suppress(UntraceableError, ValueDependentError):
-                one = joined(trace, self._traced(self._further(trace, row, shape)))
-                self._check_whole(trace, [row], shape, one.whole())
-                return one.piece(every), np.ones(len(self._shapes), bool)
         return trace.piece(every), np.ones(len(self._shapes), bool)
 
     def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
@@ -218,19 +215,19 @@ class Covering:
         least = turns.sum(axis=0)
         return _distinct(shape, shapes[enough & (least == least[enough].min())])
 
-    def _loops(self, trace: Trace) -> dict[int, tuple[int, int]]:
+    def _loops(self, trace: Trace) -> dict[Any, tuple[int, int]]:
         """Equalities that fail at other shapes, as of a number of turns: expression and value."""
         found = trace.equalities
-        values = trace.base.expressions.evaluate(self._shapes, [at for at, _ in found.values()])
+        values = trace.base.expressions.evaluate(self._shapes, [at for _, at, _ in found.values()])
         pairs = zip(found.items(), values, strict=True)
-        return {row: (at, own) for (row, (at, own)), its in pairs if (its != own).any()}
+        return {form: (at, own) for (form, (_, at, own)), its in pairs if (its != own).any()}
 
-    def _freed(self, trace: Trace, kept: int, shape: Shape) -> Trace:
-        """The trace for any number of turns of each loop but one."""
+    def _freed(self, trace: Trace, freed: list[Any], kept: Any, shape: Shape) -> Trace:
+        """The trace for any number of turns of some loops, but for one of them."""
         found = trace
-        for row in self._loops(trace):
-            if row != kept:
-                found = joined(found, self._traced(self._further(trace, row, shape)))
+        for loop in freed:
+            if loop != kept:
+                found = joined(found, self._traced(self._further(trace, loop, shape)))
         return found
 
     def _traced(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
@@ -240,7 +237,7 @@ class Covering:
             self.subject.advance(1)
         return self._symbolic[shape]
 
-    def _check_whole(self, trace: Trace, rows: list[int], shape: Shape, whole: Piece) -> None:
+    def _check_whole(self, trace: Trace, freed: list[Any], shape: Shape, whole: Piece) -> None:
         """Compare the bytes of all storages with those of concrete traces of other turns.
 
         Numbers that rise in stairs, as of a length padded to a multiple, may lie on a line at some
@@ -249,11 +246,11 @@ class Covering:
         Raises:
             UntraceableError: they differ: not each turn adds the same.
         """
-        near, values = self._moved(trace, rows, shape, 1)
-        own = np.array([[self._loops(trace)[row][1]] for row in rows])
-        second = np.array([[self._moved(trace, [row], shape)[1].min()] for row in rows])
+        near, values = self._moved(trace, freed, shape, 1)
+        own = np.array([[self._loops(trace)[loop][1]] for loop in freed])
+        second = np.array([[self._moved(trace, [loop], shape)[1].min()] for loop in freed])
         right = (values != second).all(axis=0)
-        right &= whole.failed(near).sum(axis=0) == len(rows)  # more turns of each loop, no more
+        right &= whole.failed(near).sum(axis=0) == len(freed)  # more turns of each loop, no more
         near, values = near[right], values[:, right]
         few = (values <= np.maximum(_FEW * own, second + _APART)).all(axis=0)
         if not few.any():
@@ -277,21 +274,21 @@ class Covering:
             raise UntraceableError("not each turn of the loop adds the same")
         return self._concrete[far].seconds
 
-    def _further(self, trace: Trace, row: int, shape: Shape) -> Shape:
+    def _further(self, trace: Trace, loop: Any, shape: Shape) -> Shape:
         """A shape of a few more turns of one loop, and as many of the others."""
-        near, [values] = self._moved(trace, [row], shape)
+        near, [values] = self._moved(trace, [loop], shape)
         failed = trace.base.failed(near).sum(axis=0)
         right = failed == failed.min()  # most branches are the same
         near = near[right & (values == values[right].min())]
         return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
 
     def _moved(
-        self, trace: Trace, rows: list[int], shape: Shape, least: int = _APART
+        self, trace: Trace, moved: list[Any], shape: Shape, least: int = _APART
     ) -> tuple[IntArray, IntArray]:
         """Shapes of at least so many more turns of some loops, and as many of the others.
 
         Returns:
-            The shapes, `(S, d)`, and these numbers of turns, shape `(rows, S)`.
+            The shapes, `(S, d)`, and these numbers of turns, shape `(loops, S)`.
 
         Raises:
             UntraceableError: there are none.
@@ -303,11 +300,11 @@ class Covering:
         wanted, own = zip(*loops.values(), strict=True)
         values = np.array(trace.base.expressions.evaluate(near, wanted))
         more = values - np.array(own)[:, None]
-        moved = np.isin([*loops], rows)
-        right = np.where(moved[:, None], more >= least, more == 0).all(axis=0)
+        of_moved = np.array([loop in moved for loop in loops])
+        right = np.where(of_moved[:, None], more >= least, more == 0).all(axis=0)
         if not right.any():
             raise UntraceableError("no shape has more turns of the loop")
-        return near[right], values[moved][:, right]
+        return near[right], values[of_moved][:, right]
 
     def _tested(
         self, piece: Piece, few: npt.NDArray[np.bool_], left: npt.NDArray[np.bool_]

@@ -22,6 +22,7 @@ Total: TypeAlias = tuple[tuple[int, int], ...]  # expressions of storages, and t
 NOT_HELD, TESTED, EXACT = 0, 1, 2
 _CHUNK: Final = 2**13  # sizes at once
 _MOST_CELLS: Final = 10**7  # of arrays of events by shapes
+_FEWER: Final = 4  # numbers of turns below those of a trace, each with a condition of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,8 @@ class Trace:
         return peaks
 
     @property
-    def equalities(self) -> dict[int, tuple[int, int]]:
-        """The conditions that an expression has one value: the expression and the value, by row.
+    def equalities(self) -> dict[Any, tuple[int, int, int]]:
+        """The conditions that an expression has one value: row, expression and value, by its form.
 
         Without remainders that are 0: numbers of which one divides the other.
         """
@@ -186,7 +187,8 @@ class Trace:
         for row, at in enumerate(self.base.conditions):
             name, *parts = nodes[at]
             if name == "Equality" and nodes[parts[1]][0] == "int" and nodes[parts[1]][1]:
-                found[row] = parts[0], nodes[parts[1]][1]
+                form = self.base.expressions.form(parts[0], integers=True)
+                found[form] = row, parts[0], nodes[parts[1]][1]
         return found
 
     def piece(self, shapes: npt.ArrayLike) -> Piece:
@@ -224,7 +226,7 @@ def joined(one: Trace, other: Trace) -> Trace:
     kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
     sizes = tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in kinds)
     events = np.array([kinds[pair] for pair in pairs])
-    return replace(one, base=turns.base(is_loop=False), sizes=sizes, events=events)
+    return replace(one, base=turns.base(), sizes=sizes, events=events)
 
 
 def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, Piece]:
@@ -246,7 +248,7 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, P
     """
     turns = _Turns(one, other)
     (whole, sums), (_, others) = map(turns.sums, _placed(*_alike(one, other)))
-    piece = replace(turns.base(is_loop=True), sums=tuple(sorted(sums | others)))
+    piece = replace(turns.base(), sums=tuple(sorted(sums | others)))
     return piece.kept(shapes), replace(piece, sums=(whole,))
 
 
@@ -254,14 +256,20 @@ def _alike(*traces: Trace) -> list[IntArray]:
     """A number for each event: the same for equal bytes, or for those that differ in integers."""
     sizes = [[one.base.expressions.form(at, integers=True) for at in one.sizes] for one in traces]
     both = set.intersection(*map(set, sizes))
-    known: dict[Any, int] = {}
     found = []
     for trace, its in zip(traces, sizes, strict=True):
         forms = map(trace.base.expressions.form, trace.sizes)
-        keys = [size if size in both else form for size, form in zip(its, forms, strict=True)]
-        numbers = np.array([known.setdefault(key, 1 + len(known)) for key in keys])
-        found.append(trace.signs * numbers[trace.events])
-    return found
+        found.append(
+            [size if size in both else form for size, form in zip(its, forms, strict=True)]
+        )
+    pairs = zip(traces, _numbered(*found), strict=True)
+    return [trace.signs * (1 + numbers[trace.events]) for trace, numbers in pairs]
+
+
+def _numbered(*items: Sequence[Any]) -> list[IntArray]:
+    """A number for each item, the same for equal ones."""
+    known: dict[Any, int] = {}
+    return [np.array([known.setdefault(one, len(known)) for one in some]) for some in items]
 
 
 def _placed(one: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
@@ -307,26 +315,14 @@ class _Turns:
         self._one, self._other, self.joined = one, other, Expressions()
         mine, its = one.equalities, other.equalities
         # A turn may have conditions: those of the first ones are joined, and those of the last.
-        forms: dict[Any, int] = {}
-        numbers = [
-            np.array(
-                [forms.setdefault(base.expressions.form(at), len(forms)) for at in base.conditions]
-            )
-            for base in (one.base, other.base)
-        ]
-        every = range(len(one.base.conditions))
-        self._pairs = {
-            pair
-            for places in _placed(*numbers)
-            for pair in zip(every, places.tolist(), strict=True)
-        }
-        rows = [
-            (a, b) for a, b in self._pairs if a in mine and b in its and mine[a][1] != its[b][1]
-        ]
-        if len(rows) != 1:
+        forms = ([*map(one.expressions.form, one.conditions)] for one in (one.base, other.base))
+        places = (enumerate(own.tolist()) for own in _placed(*_numbered(*forms)))
+        changed = [form for form in mine if form in its and mine[form][2] != its[form][2]]
+        if len(changed) != 1:
             raise UntraceableError("the traces have other conditions")
-        [self._row], self._more = rows, 0
-        (turns, self._first), (same, second) = mine[self._row[0]], its[self._row[1]]
+        (row, turns, self._first), (its_row, same, second) = mine[changed[0]], its[changed[0]]
+        self._pairs = sorted({pair for own in places for pair in own} - {(row, its_row)})
+        self._more = 0
         self._number = self.of(turns, same)
         self._more = second - self._first
 
@@ -352,16 +348,16 @@ class _Turns:
         grown = node("Mul", node("int", each), self._number)
         return node("Add", node("int", first - each * self._first), grown)
 
-    def base(self, *, is_loop: bool) -> Piece:
+    def base(self) -> Piece:
         """The conditions of both traces; in place of the equality, "at most" and "at least".
 
-        Concrete traces may show that one of them does not matter. Loops of fewer turns have a
-        condition for each number of them, so that each is tested for itself.
+        Concrete traces may show that one of them does not matter. Fewer turns than were traced
+        have a condition for each number of them, so that each is tested for itself.
         """
         node, mine, its = self.joined.node, self._one.base, self._other.base
-        pairs = sorted(self._pairs - {self._row})
-        same = (self.of(mine.conditions[a], its.conditions[b]) for a, b in pairs)
-        ends = range(2 if is_loop else self._first, self._first + 1)
+        same = (self.of(mine.conditions[a], its.conditions[b]) for a, b in self._pairs)
+        fewer = _FEWER if len(self._one.events) < len(self._other.events) else 0
+        ends = range(max(self._first - fewer, 2), self._first + 1)
         least = (node("GreaterThan", self._number, node("int", end)) for end in ends)
         most = node("LessThan", self._number, node("int", self._first))
         conditions = (*same, *least, most)
