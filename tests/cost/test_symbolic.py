@@ -85,12 +85,8 @@ def resized(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
 
 
 def one_hot(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    places = layer(x).argmax(-1).clamp(max=7)
-    return (
-        F.one_hot(places, x.shape[1] // 2 + 8).float()
-        @ torch.ones(x.shape[1] // 2 + 8, 16)
-        * layer(x)
-    )
+    places, classes = layer(x).argmax(-1).clamp(max=7), x.shape[1] // 2 + 8
+    return F.one_hot(places, classes).float() @ torch.ones(classes, 16) * layer(x)
 
 
 def contrastive(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -104,12 +100,9 @@ def capacity(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
 
 
 def biased(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    hidden = layer(x)
-    return (
-        hidden.new_zeros(x.shape[1], x.shape[1])[None]
-        .expand(len(x), -1, -1)
-        .baddbmm(hidden, hidden.mT)
-    )
+    hidden, length = layer(x), x.shape[1]
+    bias = hidden.new_zeros(length, length)[None].expand(len(x), -1, -1)
+    return bias.baddbmm(hidden, hidden.mT)
 
 
 def grouped(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -382,6 +375,13 @@ def of_chunks(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     return torch.stack([part.square().sum() for part in parts])
 
 
+def of_slices(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Each turn has a condition of its own, and the last slice may be shorter."""
+    rows = x.flatten(0, 1)
+    parts = [layer(rows[at : at + 24]).exp() for at in range(0, len(rows), 24)]
+    return torch.stack([part.square().sum() for part in parts])
+
+
 def of_levels(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """Each level is half as long: no number grows as much in each turn."""
     while x.shape[1] > 1:
@@ -391,7 +391,10 @@ def of_levels(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "forward",
-    [over_the_length, of_a_cell, of_chunks, pytest.param(of_levels, marks=pytest.mark.slow)],
+    [
+        *(of_slices, over_the_length, of_a_cell, of_chunks),
+        pytest.param(of_levels, marks=pytest.mark.slow),
+    ],
 )
 def test_loops(forward: Any) -> None:
     """Any number of turns is one expression; what only looks like it is interpolated."""

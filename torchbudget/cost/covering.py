@@ -200,20 +200,21 @@ class Covering:
         return trace.piece(every), np.ones(len(self._shapes), bool)
 
     def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
-        """The nearest shape of few turns of each loop, which takes less time.
+        """A shape of few turns of each loop, which takes less time.
 
         Raises:
             UntraceableError: there are no loops, or no shape has enough turns.
         """
         nodes = trace.base.nodes
         shapes = shapes[((shapes == 1) == (np.array(shape) == 1)).all(axis=1)]  # other symbols
-        loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
+        found = self._loops(trace).values()  # a size of 1, as of a last slice, is no loop
+        loops = [at for at, own in found if own > 1 and nodes[at] != ["symbol", 0]]
         turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)
         if not loops or not enough.any():
             raise UntraceableError("there are no loops of few turns")
         least = turns.sum(axis=0)
-        return _distinct(shape, shapes[enough & (least == least[enough].min())])
+        return _middle(shapes[enough & (least == least[enough].min())])
 
     def _loops(self, trace: Trace) -> dict[Any, tuple[int, int]]:
         """Equalities that fail at other shapes, as of a number of turns: expression and value."""
@@ -279,8 +280,7 @@ class Covering:
         near, [values] = self._moved(trace, [loop], shape)
         failed = trace.base.failed(near).sum(axis=0)
         right = failed == failed.min()  # most branches are the same
-        near = near[right & (values == values[right].min())]
-        return _distinct(tuple(np.median(near, axis=0).astype(int).tolist()), near)
+        return _middle(near[right & (values == values[right].min())])
 
     def _moved(
         self, trace: Trace, moved: list[Any], shape: Shape, least: int = _APART
@@ -539,6 +539,12 @@ def _failing(piece: Piece, shapes: npt.ArrayLike) -> list[tuple[int, ...]]:
 def _column_of(size: tuple[int, ...], numbers: IntArray) -> IntArray:
     """The shapes of some numbers of samples of one size."""
     return np.column_stack([numbers, np.tile(size, (len(numbers), 1))])
+
+
+def _middle(shapes: IntArray) -> Shape:
+    """The shape in the middle: a last slice of it is neither whole nor of size 1."""
+    middle = np.sqrt(shapes.min(axis=0) * shapes.max(axis=0)).astype(int)
+    return _distinct((*middle.tolist(),), shapes)
 
 
 def _distinct(shape: Shape, others: IntArray) -> Shape:
