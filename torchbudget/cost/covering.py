@@ -207,8 +207,7 @@ class Covering:
         """
         nodes = trace.base.nodes
         shapes = shapes[((shapes == 1) == (np.array(shape) == 1)).all(axis=1)]  # other symbols
-        found = self._loops(trace).values()  # a size of 1, as of a last slice, is no loop
-        loops = [at for at, own in found if own > 1 and nodes[at] != ["symbol", 0]]
+        loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
         turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)
         if not loops or not enough.any():
@@ -249,11 +248,9 @@ class Covering:
         """
         near, values = self._moved(trace, freed, shape, 1)
         own = np.array([[self._loops(trace)[loop][1]] for loop in freed])
-        second = np.array([[self._moved(trace, [loop], shape)[1].min()] for loop in freed])
-        right = (values != second).all(axis=0)
-        right &= whole.failed(near).sum(axis=0) == len(freed)  # more turns of each loop, no more
+        right = whole.failed(near).sum(axis=0) == len(freed)  # more turns of each loop, no more
         near, values = near[right], values[:, right]
-        few = (values <= np.maximum(_FEW * own, second + _APART)).all(axis=0)
+        few = (values <= _FEW * own + _APART).all(axis=0)
         if not few.any():
             raise UntraceableError("no shape has another number of turns of the loop")
         last = np.where(few, values.sum(axis=0), 0).argmax()
@@ -542,7 +539,7 @@ def _column_of(size: tuple[int, ...], numbers: IntArray) -> IntArray:
 
 
 def _middle(shapes: IntArray) -> Shape:
-    """The shape in the middle: a last slice of it is neither whole nor of size 1."""
+    """The shape in the middle of some: a last slice of it is neither of size 1 nor whole."""
     middle = np.sqrt(shapes.min(axis=0) * shapes.max(axis=0)).astype(int)
     return _distinct((*middle.tolist(),), shapes)
 

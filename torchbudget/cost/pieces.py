@@ -181,12 +181,12 @@ class Trace:
     def equalities(self) -> dict[Any, tuple[int, int, int]]:
         """The conditions that an expression has one value: row, expression and value, by its form.
 
-        Without remainders that are 0: numbers of which one divides the other.
+        Without remainders that are 0, and sizes of 1, as of a last slice.
         """
         found, nodes = {}, self.base.nodes
         for row, at in enumerate(self.base.conditions):
             name, *parts = nodes[at]
-            if name == "Equality" and nodes[parts[1]][0] == "int" and nodes[parts[1]][1]:
+            if name == "Equality" and nodes[parts[1]][0] == "int" and nodes[parts[1]][1] > 1:
                 form = self.base.expressions.form(parts[0], integers=True)
                 found[form] = row, parts[0], nodes[parts[1]][1]
         return found
