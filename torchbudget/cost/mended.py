@@ -95,7 +95,7 @@ class _Ranges(type):
 
 
 class _Range(metaclass=_Ranges):
-    """`range`, for which the number of turns of a loop is decided, not the end itself."""
+    """`range`: a symbol as its end stays one, and only the number of turns becomes a number."""
 
     def __new__(cls, *ends: Any) -> Any:
         if _python_len(ends) == 3 and isinstance(ends[1], torch.SymInt):
