@@ -235,6 +235,7 @@ _RISING: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "
 
 def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
     """The bounds of an operation, from the bounds of its arguments."""
+    is_whole = name in ("FloorDiv", "CeilDiv")
     name, taken, added = _ROUNDED.get(name, (name, 0, 0))
     if name not in _RISING:
         raise UntraceableError(f"{name} of the number of samples is no polynomial of it")
@@ -247,4 +248,6 @@ def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any,
         corners = [reduce(np.multiply, one) for one in product(*ends)]
         return reduce(np.minimum, corners), reduce(np.maximum, corners)
     rule = _OPERATIONS[name]
-    return rule(*(one[0] for one in ends)) + taken, rule(*(one[-1] for one in ends)) + added
+    share = (divisor - 1) / divisor if is_whole else 1  # of whole numbers, the largest remainder
+    low, high = rule(*(one[0] for one in ends)), rule(*(one[-1] for one in ends))
+    return low + share * taken, high + share * added
