@@ -206,7 +206,8 @@ class Covering:
             UntraceableError: there are no loops, or no shape has enough turns.
         """
         nodes = trace.base.nodes
-        shapes = shapes[((shapes == 1) == (np.array(shape) == 1)).all(axis=1)]  # other symbols
+        # A coordinate of 1 is no symbol in a trace: only shapes with the same ones.
+        shapes = shapes[((shapes == 1) == (np.array(shape) == 1)).all(axis=1)]
         loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
         turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
         enough = (turns >= _LEAST_TURNS).all(axis=0)

@@ -248,6 +248,7 @@ def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any,
         corners = [reduce(np.multiply, one) for one in product(*ends)]
         return reduce(np.minimum, corners), reduce(np.maximum, corners)
     rule = _OPERATIONS[name]
-    share = (divisor - 1) / divisor if is_whole else 1  # of whole numbers, the largest remainder
+    # Rounding changes a quotient of whole numbers by (divisor - 1) / divisor at most.
+    share = (divisor - 1) / divisor if is_whole else 1
     low, high = rule(*(one[0] for one in ends)), rule(*(one[-1] for one in ends))
     return low + share * taken, high + share * added

@@ -37,7 +37,7 @@ def mended(env: Any) -> Iterator[None]:
     of_symbols = {name: _named(env, getattr(SymNode, name)) for name in ("int_floordiv", "mod")}
     of_tensors: dict[str, Any] = {"matmul": _matmul, "__matmul__": _matmul, "__getitem__": _getitem}
     with (
-        patch.multiple(builtins, len=_len, range=_Range),
+        patch.multiple(builtins, len=_len, range=_range),
         patch.multiple(F, interpolate=_interpolate, one_hot=_one_hot),
         patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
         patch.object(torch._VF, "stft", _stft),
@@ -89,21 +89,14 @@ def _len(one: Any) -> Any:
     return _python_len(one)
 
 
-class _Ranges(type):
-    def __instancecheck__(cls, one: Any) -> bool:
-        return isinstance(one, _python_range)
-
-
-class _Range(metaclass=_Ranges):
+def _range(*ends: Any) -> Any:
     """`range`: a symbol as its end stays one, and only the number of turns becomes a number."""
-
-    def __new__(cls, *ends: Any) -> Any:
-        if _python_len(ends) == 3 and isinstance(ends[1], torch.SymInt):
-            start, stop, step = ends
-            if isinstance(start, int) and isinstance(step, int) and step > 1:
-                stop = start + step * int((stop - start + step - 1) // step)
-                return _python_range(start, stop, step)
-        return _python_range(*ends)
+    if _python_len(ends) == 3 and isinstance(ends[1], torch.SymInt):
+        start, stop, step = ends
+        if isinstance(start, int) and isinstance(step, int) and step > 1:
+            stop = start + step * int((stop - start + step - 1) // step)
+            return _python_range(start, stop, step)
+    return _python_range(*ends)
 
 
 def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
