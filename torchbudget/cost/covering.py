@@ -30,7 +30,7 @@ from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.errors import CostError
-from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
@@ -141,14 +141,15 @@ class Covering:
 
     def _cover(self, left: npt.NDArray[np.bool_]) -> None:
         shapes = self._shapes
-        logs, poor, few = np.log(shapes), 0, np.ones(len(shapes), bool)
+        logs, poor, longer = np.log(shapes), 0, np.ones(len(shapes))
         sizes = np.unique(shapes[:, 1:], axis=0)
         some = sizes[np.linspace(0, len(sizes) - 1, _SOME).astype(int)]
         limit = self.subject.domain.axes * self._limit(self.subject.domain.between(0.0))
         while not self._is_covered(left):
             if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
                 return
-            inside = np.flatnonzero(left & few if (left & few).any() else left)
+            few = left & (longer <= _FEW)
+            inside = np.flatnonzero(few if few.any() else left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
             off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
             middle = shapes[inside[off.sum(axis=1).argmin()]]
@@ -161,10 +162,10 @@ class Covering:
             row = np.insert(sizes, 0, shape[0], axis=1)
             every = np.concatenate([shapes, row, *columns])
             before = left.copy()
-            piece, near = self._continued(trace, shape, every)
-            few &= near
+            piece, times = self._continued(trace, shape, every)
+            longer = np.maximum(longer, times)
             try:
-                piece = self._tested(piece, few, left)
+                piece = self._tested(piece, longer, left)
                 held = every[piece.holds(every) != NOT_HELD]
                 if len(held):
                     piece = piece.kept(held)
@@ -176,10 +177,8 @@ class Covering:
             gained = int(before.sum()) - int(left.sum())
             poor += gained < _POOR * len(shapes)
 
-    def _continued(
-        self, trace: Trace, shape: Shape, every: IntArray
-    ) -> tuple[Piece, npt.NDArray[np.bool_]]:
-        """The piece of a trace, and for which shapes a trace takes about as long.
+    def _continued(self, trace: Trace, shape: Shape, every: IntArray) -> tuple[Piece, FloatArray]:
+        """The piece of a trace, and how many times as long a trace of each drawn shape is.
 
         If the step loops, further traces are used to find a piece for any number of turns.
         """
@@ -191,13 +190,12 @@ class Covering:
                 further = self._further(trace, kept, shape)
                 one = self._freed(trace, freed, kept, shape)
                 other = self._freed(self._traced(further), freed, kept, further)
-                piece, whole = continued(one, other, every)
-                self._check_whole(trace, freed, shape, whole)
+                piece = continued(one, other, every)
                 piece.in_n(np.array([shape[1:]]))
                 at, own = loops[kept]
                 [turns] = trace.base.expressions.evaluate(self._shapes, [at])
-                return piece, turns <= _FEW * own
-        return trace.piece(every), np.ones(len(self._shapes), bool)
+                return piece, np.maximum(turns / own, 1)
+        return trace.piece(every), np.ones(len(self._shapes))
 
     def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
         """A shape of few turns of each loop, which takes less time.
@@ -238,75 +236,27 @@ class Covering:
             self.subject.advance(1)
         return self._symbolic[shape]
 
-    def _check_whole(self, trace: Trace, freed: list[Any], shape: Shape, whole: Piece) -> None:
-        """Compare the bytes of all storages with those of concrete traces of other turns.
-
-        Numbers that rise in stairs, as of a length padded to a multiple, may lie on a line at some
-        values, but not at values next to each other. Late turns may differ from early ones.
-
-        Raises:
-            UntraceableError: they differ: not each turn adds the same.
-        """
-        near, values = self._moved(trace, freed, shape, 1)
-        own = np.array([[self._loops(trace)[loop][1]] for loop in freed])
-        right = whole.failed(near).sum(axis=0) == len(freed)  # more turns of each loop, no more
-        near, values = near[right], values[:, right]
-        few = (values <= _FEW * own + _APART).all(axis=0)
-        if not few.any():
-            raise UntraceableError("no shape has another number of turns of the loop")
-        last = np.where(few, values.sum(axis=0), 0).argmax()
-        off = np.abs(values - values[:, [last]])
-        apart = np.where(few & off.all(axis=0), off.sum(axis=0), MAX_BYTES)
-        apart[last] = MAX_BYTES - 1
-        self._compare(near[apart.argmin()], whole)
-        seconds = self._compare(near[last], whole)
-        longer = np.prod(values / values[:, [last]], axis=0)
-        for turns in values:
-            within = seconds * longer <= max(_FAR_SECONDS, seconds)
-            self._compare(near[np.where(within, turns, 0).argmax()], whole)
-
-    def _compare(self, shape: IntArray, whole: Piece) -> float:
-        """Compare all storages of a shape with those of a concrete trace; its seconds."""
-        far = self.subject.domain.occurring(self._limited(tuple(shape.tolist())))
-        self._at(far)
-        if self._concrete[far].whole().bytes_at([far]) != whole.bytes_at([far]):
-            raise UntraceableError("not each turn of the loop adds the same")
-        return self._concrete[far].seconds
-
     def _further(self, trace: Trace, loop: Any, shape: Shape) -> Shape:
-        """A shape of a few more turns of one loop, and as many of the others."""
-        near, [values] = self._moved(trace, [loop], shape)
-        failed = trace.base.failed(near).sum(axis=0)
-        right = failed == failed.min()  # most branches are the same
-        return _middle(near[right & (values == values[right].min())])
-
-    def _moved(
-        self, trace: Trace, moved: list[Any], shape: Shape, least: int = _APART
-    ) -> tuple[IntArray, IntArray]:
-        """Shapes of at least so many more turns of some loops, and as many of the others.
-
-        Returns:
-            The shapes, `(S, d)`, and these numbers of turns, shape `(loops, S)`.
+        """A shape of a few more turns of one loop, and as many of the others.
 
         Raises:
-            UntraceableError: there are none.
+            UntraceableError: there is none.
         """
         along_n = _column_of(shape[1:], np.arange(1, 4 * shape[0]))
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
         loops = self._loops(trace)
         wanted, own = zip(*loops.values(), strict=True)
-        values = np.array(trace.base.expressions.evaluate(near, wanted))
-        more = values - np.array(own)[:, None]
-        of_moved = np.array([loop in moved for loop in loops])
-        right = np.where(of_moved[:, None], more >= least, more == 0).all(axis=0)
+        more = np.array(trace.base.expressions.evaluate(near, wanted)) - np.array(own)[:, None]
+        mine = more[[*loops].index(loop)]
+        right = (mine >= _APART) & (np.count_nonzero(more, axis=0) == 1)
         if not right.any():
             raise UntraceableError("no shape has more turns of the loop")
-        return near[right], values[of_moved][:, right]
+        right &= mine == mine[right].min()
+        failed = trace.base.failed(near).sum(axis=0)  # most branches are the same
+        return _middle(near[right & (failed == failed[right].min())])
 
-    def _tested(
-        self, piece: Piece, few: npt.NDArray[np.bool_], left: npt.NDArray[np.bool_]
-    ) -> Piece:
+    def _tested(self, piece: Piece, longer: FloatArray, left: npt.NDArray[np.bool_]) -> Piece:
         """Compare a piece with concrete traces, where it holds and where some conditions fail.
 
         An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
@@ -315,7 +265,7 @@ class Covering:
 
         Args:
             piece: the piece.
-            few: which of the shapes may be traced: a loop has few turns there.
+            longer: how many times as long each shape's trace takes: loops have more turns there.
             left: which of them no piece holds; changed.
 
         Raises:
@@ -337,7 +287,7 @@ class Covering:
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
-            of_few = mine[few[mine]].tolist()
+            of_few = mine[longer[mine] <= _FEW].tolist()
             # One shape is enough to test conditions that are each harmless.
             known = len(one) > 1 and all((k,) in harmless for k in one)
             chosen = {*of_few[-1:]}
@@ -349,6 +299,11 @@ class Covering:
             if one and not known:
                 more = 0 if bounds.issuperset(one) else len(of_few) // _SPREAD
                 chosen |= {*of_few[:: len(of_few) // (1 + more) or 1]}
+            if len(one) == 1 and of_few:  # late turns of a loop may differ from early ones
+                last = of_few[-1]
+                seconds = max(self._seconds(self._limited(tuple(shapes[last].tolist()))), 1e-3)
+                near = mine[longer[mine] <= max(_FAR_SECONDS / seconds, 1) * longer[last]]
+                chosen |= {max(near.tolist(), key=lambda k: (longer[k], weights[k]))}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
             tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
             off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
@@ -380,6 +335,11 @@ class Covering:
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
         return int(self._concrete[shape].peaks([shape])[0])
+
+    def _seconds(self, shape: Shape) -> float:
+        """The seconds of a concrete trace."""
+        self._at(shape)
+        return self._concrete[self.subject.domain.occurring(shape)].seconds
 
     def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
         """Whether all shapes have a piece; of a few, it is enough that one more sample has one."""

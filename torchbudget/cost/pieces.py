@@ -204,12 +204,6 @@ class Trace:
             sums.add(tuple((self.sizes[k], int(counts[k])) for k in used))
         return replace(self.base, sums=tuple(sorted(sums)))
 
-    def whole(self) -> Piece:
-        """The bytes of all storages that are allocated at some time, as a piece."""
-        counts = np.bincount(self.events[self.signs > 0])
-        total = zip(self.sizes, counts.tolist(), strict=False)
-        return replace(self.base, sums=(tuple(total),))
-
 
 def joined(one: Trace, other: Trace) -> Trace:
     """The trace for any value of the expression in which two traces differ.
@@ -229,7 +223,7 @@ def joined(one: Trace, other: Trace) -> Trace:
     return replace(one, base=turns.base(), sizes=sizes, events=events)
 
 
-def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, Piece]:
+def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> Piece:
     """A loop of any number of turns, from traces of two numbers of them.
 
     All events of the first trace are found in the second one, which has more turns somewhere
@@ -240,16 +234,12 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> tuple[Piece, P
         other: with more turns.
         shapes: of which each has its peak among the sums that are kept, `(S, d)`.
 
-    Returns:
-        The piece, and one whose bytes are those of all storages that are allocated at some time.
-
     Raises:
         UntraceableError: the traces differ in another way.
     """
     turns = _Turns(one, other)
-    (whole, sums), (_, others) = map(turns.sums, _placed(*_alike(one, other)))
-    piece = replace(turns.base(), sums=tuple(sorted(sums | others)))
-    return piece.kept(shapes), replace(piece, sums=(whole,))
+    sums = set().union(*map(turns.sums, _placed(*_alike(one, other))))
+    return replace(turns.base(), sums=tuple(sorted(sums))).kept(shapes)
 
 
 def _alike(*traces: Trace) -> list[IntArray]:
@@ -364,8 +354,8 @@ class _Turns:
         flops = self.of(mine.flops, its.flops)
         return replace(mine, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
 
-    def sums(self, places: IntArray) -> tuple[Total, set[Total]]:
-        """All storages together, and those that live after each allocation.
+    def sums(self, places: IntArray) -> set[Total]:
+        """The storages that live after each allocation.
 
         Args:
             places: for each event of the first trace, the one of the second.
@@ -383,15 +373,10 @@ class _Turns:
         each = np.eye(len(kinds), dtype=np.int64)
         mine = each[own[one.made]] * one.signs[:, None]
         others = each[its[other.made]] * other.signs[:, None]
-        before = np.vstack([np.maximum(mine, 0).sum(axis=0), mine.cumsum(axis=0)[made]])
-        after = [np.maximum(others, 0).sum(axis=0), others.cumsum(axis=0)[places[made]]]
+        living = [mine.cumsum(axis=0)[made], others.cumsum(axis=0)[places[made]]]
         expressions = [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
-        moments = np.hstack([before, np.vstack(after)])
-        rows = [moments[0], *np.unique(moments[1:], axis=0)]
-        whole, *found = (
-            self._total(expressions, row[: len(kinds)], row[len(kinds) :]) for row in rows
-        )
-        return whole, set(found)
+        moments = np.unique(np.hstack(living), axis=0)
+        return {self._total(expressions, *np.split(row, 2)) for row in moments}
 
     def _total(self, expressions: list[int], numbers: IntArray, others: IntArray) -> Total:
         """The sum of so many storages of each kind in the first trace, and others in the second."""
