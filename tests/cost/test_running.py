@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.costs import measured
@@ -110,10 +110,11 @@ def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.M
     floor=st.integers(0, 500 * MIB),
     max_size=st.integers(100, 2000),
 )
+@example(each=3587, square=30, floor=229 * MIB, max_size=1834)
 def test_no_run_of_any_step_is_over_the_budget(
     each: int, square: int, floor: int, max_size: int
 ) -> None:
-    """Of bytes that are linear in n, or quadratic, and of a step with a floor."""
+    """Of bytes that are linear in n, or quadratic, and of a step with a floor; and no batch is."""
     with pytest.MonkeyPatch.context() as monkeypatch:
 
         def peak_of(n: int, size: int) -> float:
@@ -122,7 +123,11 @@ def test_no_run_of_any_step_is_over_the_budget(
         machine = Machine(monkeypatch, peak_of)
         budget = 900 * MIB
         with suppress(CostError):  # not even one sample fits
-            measure_cost(a_step, machine.make, max_size=max_size, method="run", budget=budget)
+            cost = measure_cost(
+                a_step, machine.make, max_size=max_size, method="run", budget=budget
+            )
+            for size in {max_size // 64 or 1, max_size // 5, max_size}:
+                assert peak_of(int(cost.capacity(size, budget)), size) <= budget
         assert max(machine.peaks[1:]) <= budget or len(machine.peaks) == 2
 
 

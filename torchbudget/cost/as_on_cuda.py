@@ -92,8 +92,7 @@ def check_not_recurrent(state: TrainingState) -> None:
     Raises:
         CostError: one is; fake tensors have other buffers there than the real ones, or none.
     """
-    parts = (part for module in state.modules for part in module.modules())
-    recurrent = next((part for part in parts if isinstance(part, nn.RNNBase)), None)
+    recurrent = next((part for part in state.parts() if isinstance(part, nn.RNNBase)), None)
     if recurrent is not None:
         raise CostError(
             f"on CUDA, cuDNN runs a {type(recurrent).__name__}, and a trace cannot predict its "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,22 +17,15 @@ from torch.utils._pytree import tree_leaves
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, is_int
 from torchbudget.cost.batch_recipe import Recipe
-from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.padded import PaddedCost, whole_bytes
 from torchbudget.cost.protocol import IntArray
-from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.cost.tracing import Tracer
 from torchbudget.errors import BudgetError, CostError, OversizeError
 from torchbudget.restoring import TrainingState
 from torchbudget.units import Amount, format_bytes
 
 Shape: TypeAlias = Sequence[int]
 OptimizerFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
-
-
-_BY_HAND: Final = (
-    "state the bytes by hand, as in DenseCost(fixed_bytes=…, sample_bytes=…), "
-    "or measure the real step"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +44,8 @@ class DenseCost(PaddedCost):
             batch sizes are multiples of it.
 
     Raises:
-        CostError: as in `PaddedCost`; `unit_bytes` or `pair_bytes` are given; or
-            `variants_per_read` is below 1.
+        CostError: as in `PaddedCost`; or `unit_bytes` or `pair_bytes` are given.
+        OptionError: `variants_per_read` is not an int of at least 1.
 
     >>> cost = DenseCost(fixed_bytes=1000, sample_bytes=30, variants_per_read=4)
     >>> int(cost.batch_bytes(8, 0)), int(cost.capacity(0, 1240))
@@ -70,10 +63,7 @@ class DenseCost(PaddedCost):
             raise CostError("samples of one shape cost sample_bytes, not unit_bytes or pair_bytes")
         for name in ("sample_bytes", "host_sample_bytes"):
             object.__setattr__(self, name, whole_bytes(name, getattr(self, name)))
-        if not is_int(self.variants_per_read) or self.variants_per_read < 1:
-            raise CostError(
-                f"variants_per_read must be an int of at least 1, got {self.variants_per_read!r}"
-            )
+        at_least_one("variants_per_read", self.variants_per_read)
 
     @classmethod
     def of(
@@ -323,7 +313,7 @@ def _traced(
         if any(isinstance(part, nn.RNNBase) for part in module.modules()):
             # Fused kernels (oneDNN, cuDNN) have workspaces that plain cells do not: an LSTM on a
             # CPU was seen to take 2.4 times the bytes that are counted here.
-            raise CostError(f"the memory of an RNN depends on its device's kernel; {_BY_HAND}")
+            raise CostError("the memory of an RNN depends on its device's kernel")
 
         def step(batch: Any) -> None:
             if not forward.training:  # else parts that are frozen in evaluation mode stay so
@@ -334,7 +324,7 @@ def _traced(
             if any(p.requires_grad for p in parameters) and not roots:
                 raise CostError(
                     "the module's output contains no tensor that depends on its parameters; it "
-                    f"must be a tensor, or a tuple, list or dict of tensors; else {_BY_HAND}"
+                    "must be a tensor, or a tuple, list or dict of tensors"
                 )
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
@@ -352,17 +342,15 @@ def _traced(
             tracer = Tracer(step, make, state, target=torch.device("meta"), complete=False)
             trace = tracer.symbolic(Recipe(make, [(2,), (3,), (5,)]), (7,))
         if trace.assumed:
-            raise CostError(f"fake tensors have no values to branch on; {_BY_HAND}")
+            raise CostError("fake tensors have no values to branch on")
         without = [p for p in parameters if p.requires_grad and p.grad is None]
         fixed = _nbytes([*state.tensors(), *without])
         return module, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
     except Exception as error:
-        untraced = isinstance(error, (UntraceableError, ValueDependentError))
-        if isinstance(error, CostError) and not untraced:
-            raise
         raise CostError(
-            f"the module does not run on fake tensors, which have no values; {_BY_HAND}: "
-            f"{type(error).__name__}: {error}"
+            "the module does not run on fake tensors, as needed to count its bytes: "
+            f"{type(error).__name__}: {error}; state them by hand, as in "
+            "DenseCost(fixed_bytes=…, sample_bytes=…), or measure the real step"
         ) from error
 
 
@@ -374,7 +362,7 @@ def _line(living: IntArray) -> tuple[int, int]:
     """
     at_2, at_4, at_8 = living
     if not np.array_equal(at_8 - at_4, 2 * (at_4 - at_2)):
-        raise CostError(f"the module's bytes are not in proportion to the batch; {_BY_HAND}")
+        raise CostError("the module's bytes are not in proportion to the batch")
     sample_bytes = -(-int((at_4 - at_2).max()) // 2)
     at_1 = -(-int((3 * at_2 - at_4).max()) // 2)
     return sample_bytes, max(0, at_1 - sample_bytes)

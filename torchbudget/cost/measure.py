@@ -230,13 +230,11 @@ def _target_of(
     target = own if device is None else torch.device(device)
     if target.type == "cuda" and own.type == "cpu" and method == "trace":
         return target
-    if target.type == "cuda" and own.type != "cuda" and not torch.cuda.is_available():
-        raise CostError(
-            f"device={str(device)!r}: this torch has no CUDA device to measure on; method='trace' "
-            "predicts its bytes from a trace of the model on the CPU"
-        )
     if target.type != own.type:
-        raise CostError(f"device={str(device)!r} must be that of the step's parameters, {own}")
+        raise CostError(
+            f"device={str(device)!r} must be that of the step's parameters, {own}; "
+            "method='trace' predicts the bytes of CUDA for a model on the CPU"
+        )
     return target
 
 

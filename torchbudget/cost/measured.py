@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from torchbudget.cost.padded import PackedCost, packed_options
+from torchbudget.cost.padded import PackedCost
 from torchbudget.cost.pieces import EXACT, TESTED, Grid, Piece, Probe, first_held
 from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
@@ -224,20 +224,27 @@ class MeasuredCost:
         own size. The margin is included. Samples longer than `largest` exceed every budget.
 
         Raises:
-            CostError: the bytes are not a constant plus a sum over the samples, linear in the size
-                and its square.
+            CostError: the bytes are not a constant plus a sum over the samples.
         """
         surface = self._surface
-        points = np.stack([a.ravel() for a in np.meshgrid(*surface.levels, indexing="ij")], axis=1)
-        if self.grid is not None or (surface.starts > 2).any() or surface.rows[:, 2].any():
+        pairs = zip(surface.rows, surface.starts.tolist(), strict=True)
+        rows = np.stack([moved(row, -start) for row, start in pairs], axis=1)
+        constant, each, square = rows
+        is_constant = np.ptp(constant, axis=1).max() <= 2  # but for rounding
+        if self.grid is not None or (surface.starts > 2).any() or square.any() or not is_constant:
             raise CostError(
                 "a packed cost must be a constant plus a share of each sample, but this step was "
-                "interpolated, or has terms in n², or other terms for many samples: state a "
+                "interpolated, or has terms in n², or others of the size without n: state a "
                 "PackedCost"
             )
-        pairs = zip(surface.rows, surface.starts.tolist(), strict=True)
-        options = packed_options(np.stack([moved(row, -start) for row, start in pairs]), points)
-        return _PackedMeasuredCost(**options, largest=self.largest)
+        shares = np.ceil(each.max(axis=0)).astype(np.int64)
+        unit: Any = (1,) * self.axes
+        if self.axes == 1:  # what a position of padding costs at most
+            unit = math.ceil((np.diff(shares) / np.diff(surface.levels[0])).max(initial=1))
+        return _PackedMeasuredCost(
+            fixed_bytes=constant.max(), sample_bytes=1, unit_bytes=unit, surface=surface,
+            shares=shares,
+        )  # fmt: skip
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
         """Compare the real peak of a step with its prediction.
@@ -329,7 +336,7 @@ class MeasuredCost:
     def errors(self) -> list[float]:
         """Predicted / measured − 1 of each probe, before the margin; traced bytes for a trace.
 
-        Infinite where nothing is predicted, beyond the most bytes that runs have reached.
+        Infinite where nothing is predicted, beyond what was run.
         """
         surface, found = self._surface, []
         for probe in self.probes:
@@ -341,14 +348,12 @@ class MeasuredCost:
         return found
 
     def __repr__(self) -> str:
-        return f"<MeasuredCost: {self}>"
-
-    def __str__(self) -> str:
         """Return its basis, the largest error of its runs and its margin; `report` has all."""
         pairs = zip(self.probes, self.errors(), strict=True)
         known = [abs(e) for probe, e in pairs if probe.how == "run" and e < math.inf]
         worst = max(known, default=0.0)
-        return f"{self._rests_on()}; runs off by {worst:.1%} at most, margin {self.margin:.1%}"
+        runs = f"runs off by {worst:.1%} at most, margin {self.margin:.1%}"
+        return f"<MeasuredCost: {self._rests_on()}; {runs}>"
 
     def report(self) -> str:
         """Report the measured batches with their errors, and how many samples a budget holds."""
@@ -482,15 +487,19 @@ def _from_file(read: dict[str, Any]) -> MeasuredCost:
     return MeasuredCost(**{k: one for k, one in read.items() if k != "format"} | parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PackedMeasuredCost(PackedCost):
-    """A `PackedCost` that goes no further than the samples that were measured."""
+    """A `PackedCost` whose samples cost what a table says; `unit_bytes` are those of padding.
 
-    largest: tuple[int, ...] = ()
+    Attributes:
+        surface: the table's sizes.
+        shares: bytes of a sample of each size.
+    """
+
+    surface: Surface = field(repr=False)
+    shares: IntArray = field(repr=False)
 
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """See `AdditiveCost.item_bytes`; beyond what was measured, more than any device has."""
-        largest = np.array(self.largest if self.axes > 1 else self.largest[0])
-        over = np.asarray(sizes) > largest
-        known = super(_PackedMeasuredCost, self).item_bytes(np.minimum(sizes, largest))
-        return np.where(over.any(axis=-1) if self.axes > 1 else over, _BEYOND_BYTES, known)
+        column, beyond = self.surface.place(sizes)
+        return np.where(beyond, _BEYOND_BYTES, self.shares[column])

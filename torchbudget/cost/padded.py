@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.checks import is_int
+from torchbudget.checks import at_least_one, is_int
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, IntArray, axes_last
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
@@ -212,8 +212,9 @@ class PackedCost(_Quadratic, AdditiveCost):
             makes such batches. Only for one axis and without `pair_bytes`.
 
     Raises:
-        CostError: a coefficient is invalid, as in `PaddedCost`; or `total_multiple` is not an int
-            of at least 1, or cannot be combined with the coefficients.
+        CostError: a coefficient is invalid, as in `PaddedCost`; or `total_multiple` cannot be
+            combined with the coefficients.
+        OptionError: `total_multiple` is not an int of at least 1.
 
     >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
     [6, 10]
@@ -225,10 +226,7 @@ class PackedCost(_Quadratic, AdditiveCost):
 
     def __post_init__(self) -> None:
         super(PackedCost, self).__post_init__()
-        if not is_int(self.total_multiple) or self.total_multiple < 1:
-            raise CostError(
-                f"total_multiple must be an int of at least 1, got {self.total_multiple!r}"
-            )
+        at_least_one("total_multiple", self.total_multiple)
         if self.total_multiple > 1:
             if self.axes > 1 or self.pair_bytes:
                 raise CostError(
@@ -352,52 +350,3 @@ class TableCost:
         size = axes_last(padded_size, self.axes)
         covers: npt.NDArray[np.bool_] = np.all(size[..., None, :] <= np.array(self.sizes), axis=-1)
         return covers
-
-
-def packed_options(rows: npt.NDArray[Any], sizes: IntArray) -> dict[str, Any]:
-    """The arguments of a `PackedCost` nowhere below `c₀ + n·c₁(size)`.
-
-    Args:
-        rows: c₀ and c₁ of each of several sums at each size, shape `(sums, 2 or more, S)`.
-        sizes: shape `(S, d)`.
-
-    Raises:
-        CostError: c₀ differs with the size by more than rounding, or c₁ is no polynomial of degree
-            2 with coefficients of at least 0.
-    """
-    axes = sizes.shape[1]
-    pairs = [(i, j) for i in range(axes) for j in range(i, axes)]
-    lengths = sizes.astype(float)
-    terms = [np.ones(len(sizes)), *lengths.T, *(lengths[:, i] * lengths[:, j] for i, j in pairs)]
-    matrix = np.stack(terms, axis=1)
-    scales = matrix.max(axis=0)
-    largest = np.zeros(len(terms))
-    for constant, each in zip(rows[:, 0], rows[:, 1], strict=True):
-        for kept in (1 + axes, len(terms)):  # with squares only if rounding to bytes is no reason
-            solved, scaled = np.zeros(len(terms)), matrix / scales
-            solved[:kept] = np.linalg.lstsq(scaled[:, :kept], each.astype(float), rcond=None)[0]
-            off = np.abs(scaled @ solved - each).max(initial=0)
-            if off <= 1:
-                break
-        if np.ptp(constant) > 2 or off > 1 + 1e-6 * each.max() or solved.min() < -1 - off:
-            raise CostError(
-                "a packed cost must be a constant plus a share of each sample, linear in its size "
-                "and the square, but this step has other terms: state a PackedCost"
-            )
-        solved[solved < 1e-9 * each.max()] = 0  # rounding
-        coefficients = solved / scales
-        whole = np.rint(coefficients)  # as bytes nearly always are
-        coefficients = np.where(np.abs(coefficients - whole) < 1e-6, whole, coefficients)
-        coefficients[0] += (each - matrix @ coefficients).max(initial=0)
-        largest = np.maximum(largest, coefficients)
-    largest[0] = math.ceil(largest[0])
-    pair = np.zeros((axes, axes))
-    for (i, j), value in zip(pairs, largest[1 + axes :], strict=True):
-        pair[i, j] = value
-    unit = largest[1 : 1 + axes]
-    return {
-        "fixed_bytes": float(rows[:, 0].max()),
-        "sample_bytes": largest[0],
-        "unit_bytes": unit if axes > 1 else float(unit[0]),
-        "pair_bytes": pair if axes > 1 else float(pair[0, 0]),
-    }

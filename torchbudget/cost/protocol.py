@@ -95,11 +95,3 @@ class AdditiveCost(ABC):
     def room_bytes(self, budget_bytes: int) -> int:
         """Bytes that the shares of a row's samples may have, so that the row fits when padded."""
         return budget_bytes - self.base_bytes
-
-    @abstractmethod
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`, for n samples of one size each."""
-
-    @abstractmethod
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`, for samples of one size each."""

@@ -22,7 +22,7 @@ from torchbudget.cost.subject import Size, Subject
 from torchbudget.errors import CostError, TorchBudgetError
 from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.machine.device import DeviceMemory, device_memory
-from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
+from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.units import MAX_BYTES, format_bytes
@@ -71,16 +71,19 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         CostError: not even one sample of the smallest size fits.
     """
     if subject.state.device.type == "cpu":
-        if not trim_malloc():
-            subject.notes.append(
-                "this C library keeps freed memory: a peak depends on earlier shapes"
-            )
+        trim_malloc()
         _warn_of_kernels(subject)
     with subject.state.restored(contents=True):
         runs = _Runs(subject, StepRunner(subject), room)
         cost = runs.climbed() if traced is None else runs.scaled(traced)
         reserve = reserve_of(cost, runs.runner, subject, room)
         cost = replace(cost, offset=cost.offset + reserve)
+    largest = subject.domain.between(1.0)
+    if all(probe.size != largest for probe in cost.probes):
+        subject.notes.append(
+            f"no batch of the largest size, {largest}, was run: one sample of it is predicted to "
+            "exceed the budget"
+        )
     runs.runner.empty_cache()  # otherwise reserved memory would count as needed by the next step
     if runs.runner.not_finite:
         subject.warn(
@@ -183,20 +186,14 @@ class StepRunner:
 
     def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         """The peak of steps, the memory in use outside tensors, and the seconds of the last."""
-        failed_before = failed_allocations()
-        failed, peak, beside_bytes, seconds = False, Peak(), 0, 0.0
-        try:
-            peak, beside_bytes, seconds = self._run(shapes)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error, failed_before):
-                raise
-            failed = True
+        found = [(Peak(), 0, 0.0)]
+        failed = ran_out_of_memory(lambda: found.append(self._run(shapes)))
+        peak, beside_bytes, seconds = found[-1]
         failed |= peak.failures > 0  # a library continued without that memory
         worst = self._largest(failed, peak.bytes, peak.retries, seconds)
         failed, peak.bytes, peak.retries, seconds = worst
         if not failed:
             return peak, beside_bytes, seconds
-        # Outside the handler, the exception's frames no longer keep the step's tensors alive.
         for parameter in self._state.parameters():
             parameter.grad = None
         self.empty_cache()
@@ -253,7 +250,6 @@ class _Runs:
         self._run_first(smallest)
         self._reach_for(largest, _SAFE)
         self._reach_for(largest)
-        self._note_if_unreached(largest)
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
         self._reach_for(domain.between(short), held_out=True)
         # On the CPU, runs that fill the budget take most of the time: no more if all agree. On
@@ -349,13 +345,6 @@ class _Runs:
             return False
         return True
 
-    def _note_if_unreached(self, largest: Size) -> None:
-        if all(probe.size != largest for probe in self.probes):
-            self.subject.notes.append(
-                f"no batch of the largest size, {largest}, was run: one sample of it is predicted "
-                "to exceed the budget"
-            )
-
     def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
         """Coefficients of 1, n and floating-point operations, at least 0, of the runs' seconds."""
         seconds = np.array([probe.seconds for probe in self.probes], float)
@@ -390,7 +379,6 @@ class _Runs:
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)
-        self._note_if_unreached(domain.largest)
         self.known = self._grid_cost(nodes)
         for share in (0.3, 0.7):
             self._reach_for(domain.between(share), held_out=True)
@@ -428,7 +416,7 @@ class _Runs:
         """The most samples that cannot need more than the target, judged by runs of this size.
 
         Bytes are taken to grow as n², until three runs have shown that they are nearly linear. A
-        run that did not leave the floor may need all that is in use beside what is idle.
+        run that did not leave the floor may hide any number of bytes beside what is idle.
         """
         last, idle = runs[-1], self.runner.idle_bytes
         if self._is_linear(runs):  # through all three, or on along the first line if they bend down
@@ -438,12 +426,9 @@ class _Runs:
             slope = max(slope, before)
             slope += square * (last.n - runs[-2].n)
             return int(last.n + 2 * left / (slope + math.sqrt(slope**2 + 4 * square * left)))
-        if len(runs) > 1 and last.peak_bytes - self.probes[0].peak_bytes <= _SEEN_BYTES:
-            hidden = max(last.peak_bytes - idle, _SEEN_BYTES)
-            return int(last.n * math.sqrt((target - idle) / hidden))
-        few, fewer = (
-            (runs[-2].n, runs[-2].peak_bytes) if len(runs) > 1 else (0, min(idle, last.peak_bytes))
-        )
+        few, fewer = 0, idle
+        if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES:
+            few, fewer = runs[-2].n, runs[-2].peak_bytes
         grown = max(last.peak_bytes - fewer, _SEEN_BYTES)
         most = last.n**2 + (target - last.peak_bytes) / grown * (last.n**2 - few**2)
         return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if len(runs) == 1 else 0)
@@ -467,10 +452,9 @@ class _Runs:
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)]).astype(float)
             columns.append(((0, *(p.n for p in runs)), tuple(peaks.tolist())) if runs else ((), ()))
-        # A size whose runs ended below those of other sizes continues by its own slope.
         numbers, values = zip(*columns, strict=True)
-        most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
-        grid = Grid(tuple(sizes), numbers, values, most, reached=reached)
+        ends = tuple(max(column, default=0) for column in numbers)
+        grid = Grid(tuple(sizes), numbers, values, max(ends), ends=ends)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),

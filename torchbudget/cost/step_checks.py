@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -112,14 +113,19 @@ class StepChecks:
             self._stepped.update(with_gradients)
             stepped.append(bool(with_gradients))
 
-        before_step = register_optimizer_step_pre_hook(check)
-        after_step = register_optimizer_step_post_hook(note)
+        made: list[bool] = []  # also of a gradient that `torch.autograd.grad` does not accumulate
+        handles = [
+            register_optimizer_step_pre_hook(check),
+            register_optimizer_step_post_hook(note),
+            register_multi_grad_hook(parameters, lambda _: made.append(True), mode="any"),
+        ]
         try:
-            with _gradients_made(parameters) as made:
-                yield
+            yield
         finally:
-            before_step.remove()
-            after_step.remove()
+            for handle in handles:
+                handle.remove()
+            for one in parameters:
+                one._backward_hooks = one._backward_hooks or None  # as before, no empty dictionary
         left = [parameter.grad is not None for parameter in self._state.parameters()]
         self.forward_only = not stepped and not made and left == before
         if any(stepped):
@@ -180,22 +186,3 @@ class StepChecks:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@contextmanager
-def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
-    """A list that is filled if the gradient of a parameter is computed inside.
-
-    Also if it is not accumulated, as by `torch.autograd.grad`, or cleared again.
-    """
-    made: list[bool] = []
-    hooked = [(p, p._backward_hooks) for p in parameters if p.requires_grad]
-    handles = [p.register_hook(lambda _: made.append(True)) for p, _ in hooked]
-    try:
-        yield made
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, hooks in hooked:
-            if hooks is None:
-                parameter._backward_hooks = None  # as before, no empty dictionary

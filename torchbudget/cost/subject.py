@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -10,10 +10,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
-from torchbudget.cost.batch_recipe import Shape, batch_bytes, products
+from torchbudget.cost.batch_recipe import Shape, batch_bytes, leaves_of, products
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
@@ -217,11 +216,11 @@ class Subject:
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, TorchBudgetError):
                 raise
-            wrong = isinstance(error, (AttributeError, KeyError, NameError, TypeError))
-            hint = "" if wrong else "; if there are no samples this short, pass min_size"
-            raise BatchError(f"make_batch({n}, {asked}) raised {error!r}{hint}") from error
-        leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-        arrays = (one for one in leaves if isinstance(one, (torch.Tensor, np.ndarray)))
+            raise BatchError(
+                f"make_batch({n}, {asked}) raised {error!r}; if there are no samples this short, "
+                "pass min_size"
+            ) from error
+        arrays = (one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray)))
         shapes = tuple(tuple(one.shape) for one in arrays)
         # Of samples of several sizes together, totals say nothing.
         is_plain = bool(shapes) and self.domain.occurring((1, *size)) == (1, *size)

@@ -133,7 +133,7 @@ class Surface:
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
         rows = np.clip(np.ceil(rows), _NOTHING, _LARGE).astype(np.int64)
-        surface = cls(
+        return cls(
             tuple(levels),
             np.array([start for start, *_ in found], np.int64),
             np.array([end for _, end, _ in found], np.int64),
@@ -141,11 +141,6 @@ class Surface:
             most.ravel(),
             floor,
         ).pruned()
-        if grid is None or grid.reached == MAX_BYTES:
-            return surface
-        # Bytes of each sample have been rounded up.
-        fitting = surface.capacities(int(grid.reached * scale + offset) + grid.most + 1)
-        return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
         """Without rows that another one is nowhere below."""

@@ -7,13 +7,13 @@ for other reasons too: those count only where memory was seen to be short.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from torchbudget.errors import MachineError
+from torchbudget.errors import MachineError, TorchBudgetError
 from torchbudget.machine.host import cgroup_memory, machine_memory, process_limits
 
 # Said for no other reason. "out of memory": CUDA, its driver, HIP, Triton, MPS, XPU, NCCL, each in
@@ -102,3 +102,15 @@ def _left() -> Iterator[tuple[int, int]]:
     with suppress(MachineError):
         for pool in (machine_memory(), *cgroup_memory()):
             yield pool.free_bytes, _NOTHING_BYTES
+
+
+def ran_out_of_memory(function: Callable[..., object], *arguments: Any) -> bool:
+    """Call it; whether memory ran out. The traceback, which refers to tensors, is then gone."""
+    failed_before = failed_allocations()
+    try:
+        function(*arguments)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, TorchBudgetError) or not is_out_of_memory(error, failed_before):
+            raise
+        return True
+    return False

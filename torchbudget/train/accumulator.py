@@ -21,13 +21,14 @@ from torchbudget.errors import (
     StepError,
     TorchBudgetError,
 )
+from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.protocols import SplittablePaddedBatch, StepSource
 from torchbudget.restoring import AccumulatesGradients
 from torchbudget.train.batches import check_splittable, num_samples
 from torchbudget.train.gradients import GradientSums
 from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.optimizers import SPARSE, Optimizers
-from torchbudget.train.retry import SplitRun, ran_out_of_memory
+from torchbudget.train.retry import SplitRun
 from torchbudget.train.step import (
     Pending,
     Step,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbudget.errors import OptionError, SampleTooLargeError, StepError, TorchBudgetError
-from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
+from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import Replayed, halves
 
@@ -175,15 +175,3 @@ class SplitRun:
         for attempt in (self.attempt, self.whole):
             if attempt is not None:
                 attempt.undo()
-
-
-def ran_out_of_memory(function: Callable[..., object], *arguments: Any) -> bool:
-    """Call it; whether memory ran out. The traceback, which refers to tensors, is then gone."""
-    failed_before = failed_allocations()
-    try:
-        function(*arguments)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, TorchBudgetError) or not is_out_of_memory(error, failed_before):
-            raise
-        return True
-    return False
