@@ -39,7 +39,7 @@ _IN_FLOAT32: Final = (
 )
 
 
-def like(at: int, arguments: tuple[Any, ...], **options: Any) -> torch.Tensor:
+def like(at: int, *arguments: Any, **options: Any) -> torch.Tensor:
     """A tensor as large as one of an operation's arguments."""
     return torch.empty_like(arguments[at], **options)
 
@@ -49,7 +49,7 @@ _ATEN: Final = torch.ops.aten
 # the gradient by the output before it sums. The backward of fused attention sums the gradient of
 # the query in float32: on an H200 it took 4.03 and, in bfloat16, 5.03 times the query's bytes,
 # three of which are the gradients.
-TEMPORARIES: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
+TEMPORARIES: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     _ATEN._softmax_backward_data.default: partial(like, 1),
     # LossCTC has the probabilities of the forward once more, from the end.
     _ATEN._ctc_loss_backward.Tensor: partial(like, 6),

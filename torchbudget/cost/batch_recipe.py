@@ -119,16 +119,15 @@ class Recipe:
         self._powers = list(product(*ends))
         kinds = [tuple(map(type, leaves_of(batch))) for batch in batches]
         # Fields that are equally long by chance may share their lengths in the batch.
-        [(kind, number)] = Counter(kinds).most_common(1)
+        [(kind, _)] = Counter(kinds).most_common(1)
         shapes = [shape for shape, one in zip(shapes, kinds, strict=True) if one == kind]
         every = [leaves_of(one) for one, its in zip(batches, kinds, strict=True) if its == kind]
         self._batch = batches[kinds.index(kind)]
         terms = np.array([products(shape, self._powers) for shape in shapes], float)
         if np.linalg.matrix_rank(terms) < len(self._powers):
             raise UntraceableError(
-                "the samples have too few different sizes to derive a batch's shape from"
-                if number == len(kinds)
-                else "the batch's structure changes with its shape, as a list of n tensors does"
+                "the batch's structure changes with its shape, as a list of n tensors does, or the "
+                "samples have too few different sizes"
             )
         self._sizes: list[list[_Size]] = []  # of each leaf
         for leaves in zip(*every, strict=True):
@@ -146,9 +145,6 @@ class Recipe:
                         "in size=('audio', 'text')"
                     )
             self._sizes.append([one for one in found if one is not None])
-        varying = [any(any(one.weights[1:]) for one in sizes) for sizes in self._sizes]
-        if not any(varying):
-            raise UntraceableError("the batch does not depend on its shape")
 
     def build(self, coordinates: Sequence[Any], uncounted: Callable[[torch.Tensor], Any]) -> Any:
         """Make a batch of symbolic coordinates, inside a fake mode.
@@ -172,16 +168,13 @@ class Recipe:
                 shape = [value(one) for one in own]
                 return torch.empty(shape, requires_grad=leaf.requires_grad, **options)
             if isinstance(leaf, np.ndarray) and any(any(one.weights[1:]) for one in own):
-                array = torch.empty([value(one) for one in own], dtype=_dtype_of(leaf))
+                dtype = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+                array = torch.empty([value(one) for one in own], dtype=dtype)
                 uncounted(array)
                 return array
             return value(own[0]) if own and not isinstance(leaf, np.ndarray) else leaf
 
         return rebuilt(self._batch, replace)
-
-
-def _dtype_of(array: Any) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:

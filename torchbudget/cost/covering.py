@@ -29,7 +29,6 @@ from torchbudget.cost.pieces import (
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
-from torchbudget.errors import CostError
 from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
@@ -63,8 +62,8 @@ _APART: Final = 3
 _LEAST_TURNS: Final = 5
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
-# Seconds that the trace of the most turns may take.
-_FAR_SECONDS: Final = 2.0
+# And once with as many as a trace with symbols had in so many seconds: one with numbers takes 2.
+_FAR_SECONDS: Final = 10.0
 # Of so many shapes at which a set of conditions fails, one more is tested. Of `a and b`, a trace in
 # which a is false has no condition on b: with the smallest and the largest alone, bytes were 66 %
 # too low.
@@ -165,7 +164,7 @@ class Covering:
             piece, times = self._continued(trace, shape, every)
             longer = np.maximum(longer, times)
             try:
-                piece = self._tested(piece, longer, left)
+                piece = self._tested(piece, longer, max(_FAR_SECONDS / trace.seconds, _FEW), left)
                 held = every[piece.holds(every) != NOT_HELD]
                 if len(held):
                     piece = piece.kept(held)
@@ -256,7 +255,9 @@ class Covering:
         failed = trace.base.failed(near).sum(axis=0)  # most branches are the same
         return _middle(near[right & (failed == failed[right].min())])
 
-    def _tested(self, piece: Piece, longer: FloatArray, left: npt.NDArray[np.bool_]) -> Piece:
+    def _tested(
+        self, piece: Piece, longer: FloatArray, far: float, left: npt.NDArray[np.bool_]
+    ) -> Piece:
         """Compare a piece with concrete traces, where it holds and where some conditions fail.
 
         An operation may have other outputs for symbols than for numbers: a decomposition, a copy.
@@ -266,6 +267,7 @@ class Covering:
         Args:
             piece: the piece.
             longer: how many times as long each shape's trace takes: loops have more turns there.
+            far: up to how many times as long one trace may take.
             left: which of them no piece holds; changed.
 
         Raises:
@@ -273,17 +275,16 @@ class Covering:
         """
         shapes = self._shapes
         rows = enumerate(piece.conditions)
-        equalities = {row for row, at in rows if piece.nodes[at][0] == "Equality"}
+        harmful = [{row} for row, at in rows if piece.nodes[at][0] == "Equality"]
         bounds = {*range(shapes.shape[1])}  # that a coordinate is above 1
         harmless: set[tuple[int, ...]] = set()
-        harmful: list[set[int]] = []
         sets = _failing(piece, shapes)
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
             # A set that needs other bytes does so together with further conditions.
             is_harmful = any(some.issubset(one) for some in harmful)
-            if one and (is_harmful or equalities & set(one) or not self._has_time()):
+            if one and (is_harmful or not self._has_time()):
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
@@ -299,11 +300,9 @@ class Covering:
             if one and not known:
                 more = 0 if bounds.issuperset(one) else len(of_few) // _SPREAD
                 chosen |= {*of_few[:: len(of_few) // (1 + more) or 1]}
-            if len(one) == 1 and of_few:  # late turns of a loop may differ from early ones
-                last = of_few[-1]
-                seconds = max(self._seconds(self._limited(tuple(shapes[last].tolist()))), 1e-3)
-                near = mine[longer[mine] <= max(_FAR_SECONDS / seconds, 1) * longer[last]]
-                chosen |= {max(near.tolist(), key=lambda k: (longer[k], weights[k]))}
+            if len(one) == 1:  # late turns of a loop may differ from early ones
+                near = mine[longer[mine] <= far]
+                chosen |= {*near[np.lexsort((weights[near], longer[near]))].tolist()[-1:]}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
             tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
             off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
@@ -324,22 +323,11 @@ class Covering:
         """The bytes of a concrete trace; of the next larger shape, if no batch has this one."""
         shape = self.subject.domain.occurring(shape)
         if shape not in self._concrete:
-            try:
-                self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
-            except CostError as error:
-                if type(error) is not CostError:
-                    raise
-                size = ", ".join(map(str, shape[1:]))
-                raise CostError(f"{error} (with {shape[0]} samples of size {size})") from error
+            self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
             peak = int(self._concrete[shape].peaks([shape])[0])
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
         return int(self._concrete[shape].peaks([shape])[0])
-
-    def _seconds(self, shape: Shape) -> float:
-        """The seconds of a concrete trace."""
-        self._at(shape)
-        return self._concrete[self.subject.domain.occurring(shape)].seconds
 
     def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
         """Whether all shapes have a piece; of a few, it is enough that one more sample has one."""

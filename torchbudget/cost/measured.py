@@ -221,7 +221,8 @@ class MeasuredCost:
         """Return this cost as a `PackedCost`, if `make_batch` made packed batches.
 
         The measured batches had n samples of one size. In the packed cost each sample costs by its
-        own size. The margin is included. Samples longer than `largest` exceed every budget.
+        own size. The margin is included. Samples shorter than `smallest` cost as much as it, so
+        measure with `sizes` or `min_size`. Samples longer than `largest` exceed every budget.
 
         Raises:
             CostError: the bytes are not a constant plus a sum over the samples.
@@ -336,7 +337,7 @@ class MeasuredCost:
     def errors(self) -> list[float]:
         """Predicted / measured − 1 of each probe, before the margin; traced bytes for a trace.
 
-        Infinite where nothing is predicted, beyond what was run.
+        Infinite where nothing is predicted, beyond the most bytes that runs have reached.
         """
         surface, found = self._surface, []
         for probe in self.probes:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torchbudget.cost.expressions import Expressions, Node, UntraceableError
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
 
 Total: TypeAlias = tuple[tuple[int, int], ...]  # expressions of storages, and their numbers
 
@@ -414,6 +415,7 @@ class Grid:
             measured. Columns are in the order of `itertools.product(*sizes)`.
         values: bytes at each of these numbers.
         most: the largest number of samples at which bytes are known.
+        reached: the most bytes that were measured; larger batches are not known.
         raised: the share by which bytes are raised, for the largest error on other shapes.
         ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
@@ -422,6 +424,7 @@ class Grid:
     numbers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]
     most: int
+    reached: int = MAX_BYTES
     raised: float = 0.0
     ends: tuple[int, ...] = ()
 
@@ -434,7 +437,7 @@ class Grid:
         """The grid of bytes above the floor."""
         floor = self.floor
         values = tuple(tuple(one - floor for one in column) for column in self.values)
-        return replace(self, values=values)
+        return replace(self, values=values, reached=MAX_BYTES)
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² if nothing was measured."""
@@ -484,9 +487,7 @@ class Grid:
     def _along(self, column: int, area: FloatArray) -> FloatArray:
         if not self.numbers[column]:
             return np.full(len(area), 2.0**62)
-        at = np.unravel_index(column, tuple(map(len, self.sizes)))
-        pairs = zip(self.sizes, at, strict=True)
-        size = math.prod(nodes[k] for nodes, k in pairs)
+        size = math.prod([*product(*self.sizes)][column])
         found = along(self.numbers[column], self.values[column], area / size)
         return np.maximum(found, self.floor)
 

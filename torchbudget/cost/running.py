@@ -415,10 +415,9 @@ class _Runs:
     def _next(self, runs: Sequence[Probe], target: int) -> int:
         """The most samples that cannot need more than the target, judged by runs of this size.
 
-        Bytes are taken to grow as n², until three runs have shown that they are nearly linear. A
-        run that did not leave the floor may hide any number of bytes beside what is idle.
+        Bytes are taken to grow as n², until three runs have shown that they are nearly linear.
         """
-        last, idle = runs[-1], self.runner.idle_bytes
+        last = runs[-1]
         if self._is_linear(runs):  # through all three, or on along the first line if they bend down
             left = max(target - last.peak_bytes, 0)
             before, slope = map(_slope, runs[-3:], runs[-2:])
@@ -426,12 +425,18 @@ class _Runs:
             slope = max(slope, before)
             slope += square * (last.n - runs[-2].n)
             return int(last.n + 2 * left / (slope + math.sqrt(slope**2 + 4 * square * left)))
-        few, fewer = 0, idle
+        most = last.n**2 + (target - last.peak_bytes) / self._square(runs)
+        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if len(runs) == 1 else 0)
+
+    def _square(self, runs: Sequence[Probe]) -> float:
+        """Bytes for each n² of the last run beyond the one before.
+
+        A run that did not leave the floor may hide any number of bytes beside what is idle.
+        """
+        last, few, fewer = runs[-1], 0, self.runner.idle_bytes
         if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES:
             few, fewer = runs[-2].n, runs[-2].peak_bytes
-        grown = max(last.peak_bytes - fewer, _SEEN_BYTES)
-        most = last.n**2 + (target - last.peak_bytes) / grown * (last.n**2 - few**2)
-        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if len(runs) == 1 else 0)
+        return float(max(last.peak_bytes - fewer, _SEEN_BYTES) / (last.n**2 - few**2))
 
     def _is_linear(self, runs: Sequence[Probe]) -> bool:
         """Whether the last three runs lie nearly on a line, or below one."""
@@ -447,14 +452,20 @@ class _Runs:
         run = [size for size in made if any(p.size == made[size] for p in fitted)]
         sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
-        columns = []
+        most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
+        columns, ends = [], []  # a size whose runs were linear continues by its own slope
         for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
-            peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)]).astype(float)
-            columns.append(((0, *(p.n for p in runs)), tuple(peaks.tolist())) if runs else ((), ()))
+            n = [0, *(probe.n for probe in runs)]
+            peaks = np.maximum.accumulate([floor, *(probe.peak_bytes for probe in runs)]).tolist()
+            ends.append(most)
+            if runs and not self._is_linear(runs):  # up to twice as many, by the bound of the climb
+                peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
+                n.append(2 * n[-1])
+                ends[-1] = n[-1]
+            columns.append((tuple(n), tuple(map(float, peaks))) if runs else ((), ()))
         numbers, values = zip(*columns, strict=True)
-        ends = tuple(max(column, default=0) for column in numbers)
-        grid = Grid(tuple(sizes), numbers, values, max(ends), ends=ends)
+        grid = Grid(tuple(sizes), numbers, values, most, reached=reached, ends=tuple(ends))
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),

@@ -139,9 +139,9 @@ class Domain:
             size = grown[grown.prod(axis=1).argmin()]
         return shape
 
-    def draw(self, count: int, most_samples: int, seed: int = 0) -> IntArray:
+    def draw(self, count: int, most_samples: int) -> IntArray:
         """Draw shapes, `(S, 1 + d)`, geometrically in n and in sizes; corners are among them."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         shares = rng.beta(0.7, 0.7, (count, self.axes))  # more at the ends than in between
         corners = list(product((0.0, 1.0), repeat=self.axes))
         sizes = np.array([self.between(one) for one in [*corners, *shares]])

@@ -126,14 +126,12 @@ class Surface:
         most = np.maximum(np.where(unknown.any(axis=0), before, MAX_BYTES), traced).reshape(shape)
         for axis in range(len(shape)):
             most = np.minimum.accumulate(most, axis=axis)
-        if not found:
-            raise CostError("no shape of the step was measured")
         rows = np.array([row for *_, row in found])
         rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
         rows = np.clip(np.ceil(rows), _NOTHING, _LARGE).astype(np.int64)
-        return cls(
+        surface = cls(
             tuple(levels),
             np.array([start for start, *_ in found], np.int64),
             np.array([end for _, end, _ in found], np.int64),
@@ -141,6 +139,11 @@ class Surface:
             most.ravel(),
             floor,
         ).pruned()
+        if grid is None or grid.reached == MAX_BYTES:
+            return surface
+        # Bytes of each sample have been rounded up.
+        fitting = surface.capacities(int(grid.reached * scale + offset) + grid.most + 1)
+        return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
         """Without rows that another one is nowhere below."""

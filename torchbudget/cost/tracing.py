@@ -224,9 +224,11 @@ class Tracer:
             if counter.env is not None:
                 first = str(error).partition("\n")[0]
                 raise UntraceableError(f"with symbols: {type(error).__name__}: {first}") from error
+            shapes = [(*one.shape,) for one in leaves_of(batch) if isinstance(one, torch.Tensor)]
             raise CostError(
                 "the step does not run on fake tensors, which have shapes but no values; "
-                f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}"
+                f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}, "
+                f"on tensors of the shapes {shapes}"
             ) from error
 
     @contextmanager
@@ -426,7 +428,7 @@ class _Counter(TorchDispatchMode):
         if func is _UPDATE_SCALE:
             return args[0]
         kwargs = kwargs or {}
-        if func not in _LIFTS and _has_real((args, kwargs)):
+        if func not in _LIFTS:
             # Fake mode computes some operations for real if all of their tensors are real.
             args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func is _UNSCALE:
@@ -435,7 +437,7 @@ class _Counter(TorchDispatchMode):
         replaced = self._mended.get(func) or _WITHOUT_VALUES.get(func, func)
         temporary = self._temporaries.get(func)
         with self._python():
-            beside = temporary(args) if temporary is not None else None  # freed on return
+            beside = temporary(*args) if temporary is not None else None  # freed on return
             outputs = replaced(*args, **kwargs)
         leaves = [one for one in tree_leaves((outputs, beside)) if isinstance(one, FakeTensor)]
         for one in leaves:
@@ -467,12 +469,6 @@ class _Counter(TorchDispatchMode):
         return None
 
 
-def _has_real(arguments: Any) -> bool:
-    """Whether any of the arguments of an operation is a real tensor."""
-    tensors = (one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor))
-    return not all(isinstance(one, FakeTensor) for one in tensors)
-
-
 def _ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -486,10 +482,6 @@ def _ctc_loss(
             "tensors, not lists; or use measure_cost(method='run')"
         )
     return log_probs.new_empty(n), log_probs.new_empty(n, turns, 2 * targets.shape[-1] + 1)
-
-
-def _ctc_loss_backward(_: torch.Tensor, log_probs: torch.Tensor, *__: Any) -> torch.Tensor:
-    return torch.empty_like(log_probs)
 
 
 def _grouped_mm(
@@ -545,16 +537,14 @@ def _zeros(fake: torch.Tensor) -> torch.Tensor:
     return torch.zeros([*map(int, fake.shape)], dtype=fake.dtype)
 
 
-def _attention_inside(heads_at: int, arguments: tuple[Any, ...]) -> torch.Tensor:
+def _attention_inside(heads_at: int, given: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Scores, their softmax, and queries, keys and values twice."""
-    given: torch.Tensor = arguments[0]
     n, length, width = given.shape
     return given.new_empty(n, length, 2 * arguments[heads_at] * length + 6 * width)
 
 
-def _in_int64(arguments: tuple[Any, ...]) -> torch.Tensor:
+def _in_int64(given: torch.Tensor, *_: Any) -> torch.Tensor:
     """A copy in int64: sums of bools and of short integers make one of their input."""
-    given: torch.Tensor = arguments[0]
     is_copied = not given.is_floating_point() and given.itemsize < torch.int64.itemsize
     return given.new_empty(given.shape if is_copied else (0,), dtype=torch.int64)
 
@@ -562,9 +552,9 @@ def _in_int64(arguments: tuple[Any, ...]) -> torch.Tensor:
 # Tensors that CPU kernels allocate while they run, and fake kernels do not: without them, an
 # encoder in evaluation mode took 3 times its budget while it was measured, and by torch's profiler
 # traces were too low by 46 % (CTC), 25 % (batch normalisation) and 55 % (a count of bools).
-_ON_CPU: Final[dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]]] = {
-    torch.ops.aten._native_multi_head_attention.default: partial(_attention_inside, 4),
-    torch.ops.aten._transformer_encoder_layer_fwd.default: partial(_attention_inside, 2),
+_ON_CPU: Final[dict[Any, Callable[..., torch.Tensor]]] = {
+    torch.ops.aten._native_multi_head_attention.default: partial(_attention_inside, 3),
+    torch.ops.aten._transformer_encoder_layer_fwd.default: partial(_attention_inside, 1),
     torch.ops.aten._ctc_loss_backward.Tensor: partial(like, 6),
     torch.ops.aten.native_batch_norm_backward.default: partial(like, 1),
     torch.ops.aten.sum.default: _in_int64,
@@ -577,7 +567,7 @@ _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
-    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    torch.ops.aten._ctc_loss_backward.Tensor: partial(like, 1),
     **{
         loss: partial(_reduced, loss)
         for loss in (
