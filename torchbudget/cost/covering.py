@@ -300,7 +300,7 @@ class Covering:
             if one and not known:
                 more = 0 if bounds.issuperset(one) else len(of_few) // _SPREAD
                 chosen |= {*of_few[:: len(of_few) // (1 + more) or 1]}
-            if len(one) == 1:  # late turns of a loop may differ from early ones
+            if len(one) == 1 and of_few:  # late turns of a loop may differ from early ones
                 near = mine[longer[mine] <= far]
                 chosen |= {*near[np.lexsort((weights[near], longer[near]))].tolist()[-1:]}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
