@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,6 @@ from torchbudget.cost.pieces import (
     Piece,
     Probe,
     Trace,
-    along,
     continued,
     first_held,
     joined,
@@ -44,8 +43,9 @@ _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
 # A grid is refined while the error on another shape exceeds this, until time is up.
 _OFF: Final = 0.01
-# Least ratio of consecutive numbers of samples in a column, which limits the time.
+# Ratio of consecutive numbers of samples in a column, and if time is up.
 _NEAR: Final = 1.5
+_FAR: Final = 4
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
 # samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
 # long as numbers, and 32 times for windows of two axes, for which the limit is doubled; a loss of
@@ -366,11 +366,6 @@ class Covering:
                 found.append((*size,))
         return np.array(found, np.int64).reshape(-1, len(shape))
 
-    def _off(self, found: FloatArray, real: FloatArray) -> float:
-        """The largest error of bytes that fit the budget, as a multiple of what is allowed."""
-        errors = (found / real - 1)[np.minimum(real, found) <= self.room]
-        return float(np.abs(errors).max(initial=0.0)) / _OFF
-
     def _limit(self, size: tuple[int, ...]) -> float:
         """The most seconds of a trace, by those of two samples of a size."""
         two = self._concrete.get((2, *size))
@@ -390,40 +385,24 @@ class Covering:
         return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, ends=ends)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, int]:
-        """Bytes of a size at numbers of samples between which they are nearly on a line.
+        """Bytes of a size at some numbers of samples.
 
         Args:
             size: of the samples.
             also: a number that is one of them.
         """
         known = self._columns.setdefault(size, {})
-        if also in known:
-            return known
-        known.update({n: self._at((n, *size)) for n in (1, 2, also)})
-        low, high = sorted(known)[-2:]
-        most = min(self.most_n, self.subject.most_samples(size))
-        while known[high] < self.room and high < most:
-            slope = max((known[high] - known[low]) / (high - low), 1e-9)
-            aim = high + (self.room - known[high]) / slope
-            low, high = high, int(min(max(aim, 2 * high), 4 * high, most))
-            trace, limit = self._concrete.get((low, *size)), self._limit(size)
-            try:
-                if trace is not None and trace.seconds * high > limit * low:
-                    raise UntraceableError("the trace would take too long")
-                known[high] = self._at((high, *size), limit)
-            except UntraceableError:  # it loops over samples, or over their parts
-                self._ends[size] = low
-                break
-        intervals = list(pairwise(sorted(known)))
-        while intervals and self._has_time():
-            low, high = intervals.pop(0)
-            middle = round((low * high) ** 0.5)
-            if high > _NEAR * low and known[low] < self.room:
-                found = along((low, high), (known[low], known[high]), [middle])
-                known[middle] = self._at((middle, *size))
-                if self._off(found, np.array([known[middle]])) > 1:
-                    intervals += [(low, middle), (middle, high)]
-        self._columns[size] = dict(sorted(known.items()))
+        if also not in known:
+            known.update({n: self._at((n, *size)) for n in (1, 2, also)})
+            n, most = 2, min(self._ends.get(size, self.most_n), self.subject.most_samples(size))
+            while known[n] < self.room and n < most:
+                low, n = n, min(math.ceil(n * (_NEAR if self._has_time() else _FAR)), most)
+                try:
+                    known[n] = self._at((n, *size), self._limit(size))
+                except UntraceableError:  # it loops over samples, or over their parts
+                    self._ends[size] = low
+                    break
+            self._columns[size] = dict(sorted(known.items()))
         return self._columns[size]
 
     def _hold_out(self, sizes: list[list[int]], left: IntArray) -> Shape | None:
@@ -442,13 +421,15 @@ class Covering:
             if late and len(shapes) >= _LEAST_HELD_OUT:
                 break
             shape = self._limited(tuple(drawn))
-            off = self._off(grid.bytes_at([shape]), np.array([self._at(shape)]))
-            if off > 1 and self._has_time():
+            found, real = float(grid.bytes_at([shape])[0]), self._at(shape)
+            off = abs(found / real - 1) > _OFF and min(found, real) <= self.room
+            if off and self._has_time():
                 return shape
             shapes.append(shape)
-        real = np.array([self._at(shape) for shape in shapes], float)
-        found = grid.bytes_at(shapes) if shapes else real
-        high, low = (float((one - 1).max(initial=0.0)) for one in (found / real, real / found))
+        every = np.array([self._at(shape) for shape in shapes], float)
+        guessed = grid.bytes_at(shapes) if shapes else every
+        pairs = (guessed / every, every / guessed)
+        high, low = (float((one - 1).max(initial=0.0)) for one in pairs)
         # Shapes that were not drawn may be further off, so up to 1 % more.
         self.grid = replace(grid, raised=low + min(low, _OFF))
         why = self.reason and f" ({self.reason})"

@@ -488,12 +488,8 @@ class Grid:
         if not self.numbers[column]:
             return np.full(len(area), 2.0**62)
         size = math.prod([*product(*self.sizes)][column])
-        found = along(self.numbers[column], self.values[column], area / size)
-        return np.maximum(found, self.floor)
-
-
-def along(numbers: Sequence[int], values: Sequence[float], wanted: npt.ArrayLike) -> FloatArray:
-    """Lines between values at some numbers; the first and the last line continue."""
-    n, value, at = np.array(numbers, float), np.array(values), np.asarray(wanted, float)
-    k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
-    return np.asarray(value[k] + (value[k + 1] - value[k]) * (at - n[k]) / (n[k + 1] - n[k]))
+        n, value, at = np.array(self.numbers[column]), self.values[column], area / size
+        k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
+        low, high = np.array(value)[[k, k + 1]]
+        found = low + (high - low) * (at - n[k]) / (n[k + 1] - n[k])
+        return np.asarray(np.maximum(found, self.floor))
