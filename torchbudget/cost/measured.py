@@ -349,12 +349,14 @@ class MeasuredCost:
         return found
 
     def __repr__(self) -> str:
+        return f"<MeasuredCost: {self}>"
+
+    def __str__(self) -> str:
         """Return its basis, the largest error of its runs and its margin; `report` has all."""
         pairs = zip(self.probes, self.errors(), strict=True)
         known = [abs(e) for probe, e in pairs if probe.how == "run" and e < math.inf]
         worst = max(known, default=0.0)
-        runs = f"runs off by {worst:.1%} at most, margin {self.margin:.1%}"
-        return f"<MeasuredCost: {self._rests_on()}; {runs}>"
+        return f"{self._rests_on()}; runs off by {worst:.1%} at most, margin {self.margin:.1%}"
 
     def report(self) -> str:
         """Report the measured batches with their errors, and how many samples a budget holds."""
