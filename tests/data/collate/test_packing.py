@@ -114,12 +114,14 @@ class TestMultiples:
         assert each.report().padding > 0.05
 
     def test_where_it_has_no_meaning(self) -> None:
-        for options in ({"pair_bytes": 1}, {"unit_bytes": (1, 1)}, {"total_multiple": 0}):
+        for options in ({"pair_bytes": 1}, {"unit_bytes": (1, 1)}):
             with pytest.raises(CostError, match="total_multiple"):
                 PackedCost(**{"unit_bytes": 1, "total_multiple": 8, **options})  # type: ignore[arg-type]
         for wrong in (0, True, "8"):
             with pytest.raises(OptionError, match="total_multiple must be an int"):
                 PackCollate(total_multiple=wrong)
+            with pytest.raises(OptionError, match="total_multiple must be an int"):
+                PackedCost(unit_bytes=1, total_multiple=wrong)
         collate = PackCollate(total_multiple=PackedCost(unit_bytes=1, total_multiple=8))
         assert collate == PackCollate(total_multiple=8)
         assert pickle.loads(pickle.dumps(collate)) == collate  # noqa: S301  (our own bytes)
