@@ -114,7 +114,7 @@ def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.M
 def test_no_run_of_any_step_is_over_the_budget(
     each: int, square: int, floor: int, max_size: int
 ) -> None:
-    """Of bytes that are linear in n, or quadratic, and of a step with a floor; and no batch is."""
+    """Nor is a planned batch: of bytes that are linear or quadratic in n, over a floor."""
     with pytest.MonkeyPatch.context() as monkeypatch:
 
         def peak_of(n: int, size: int) -> float:

@@ -43,9 +43,9 @@ _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
 # A grid is refined while the error on another shape exceeds this, until time is up.
 _OFF: Final = 0.01
-# Ratio of consecutive numbers of samples in a column, and if time is up.
+# Ratio of consecutive numbers of samples in a column, and once time is up.
 _NEAR: Final = 1.5
-_FAR: Final = 4
+_HASTY: Final = 4
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
 # samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
 # long as numbers, and 32 times for windows of two axes, for which the limit is doubled; a loss of
@@ -62,7 +62,8 @@ _APART: Final = 3
 _LEAST_TURNS: Final = 5
 # A loop is tested with up to this multiple of the turns that were traced.
 _FEW: Final = 2
-# And once with as many as a trace with symbols had in so many seconds: one with numbers takes 2.
+# One more test has as many turns as a trace with symbols does in so many seconds. A trace with
+# numbers does them in about 2.
 _FAR_SECONDS: Final = 10.0
 # Of so many shapes at which a set of conditions fails, one more is tested. Of `a and b`, a trace in
 # which a is false has no condition on b: with the smallest and the largest alone, bytes were 66 %
@@ -396,7 +397,7 @@ class Covering:
             known.update({n: self._at((n, *size)) for n in (1, 2, also)})
             n, most = 2, min(self._ends.get(size, self.most_n), self.subject.most_samples(size))
             while known[n] < self.room and n < most:
-                low, n = n, min(math.ceil(n * (_NEAR if self._has_time() else _FAR)), most)
+                low, n = n, min(math.ceil(n * (_NEAR if self._has_time() else _HASTY)), most)
                 try:
                     known[n] = self._at((n, *size), self._limit(size))
                 except UntraceableError:  # it loops over samples, or over their parts

@@ -239,12 +239,12 @@ class MeasuredCost:
                 "PackedCost"
             )
         shares = np.ceil(each.max(axis=0)).astype(np.int64)
-        unit: Any = (1,) * self.axes
+        unit: Any = (1,) * self.axes  # of several axes, only how many there are
         if self.axes == 1:  # what a position of padding costs at most
             unit = math.ceil((np.diff(shares) / np.diff(surface.levels[0])).max(initial=1))
         return _PackedMeasuredCost(
-            fixed_bytes=constant.max(), sample_bytes=1, unit_bytes=unit, surface=surface,
-            shares=shares,
+            fixed_bytes=constant.max(), sample_bytes=1, unit_bytes=unit, shares=shares,
+            surface=replace(surface, rows=surface.rows[:0]),
         )  # fmt: skip
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
@@ -492,7 +492,10 @@ def _from_file(read: dict[str, Any]) -> MeasuredCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PackedMeasuredCost(PackedCost):
-    """A `PackedCost` whose samples cost what a table says; `unit_bytes` are those of padding.
+    """A `PackedCost` whose samples cost what a table says.
+
+    Its `unit_bytes` are those of padding. Its `sample_bytes` only say that samples have bytes of
+    their own, so that rows keep room for the most padding.
 
     Attributes:
         surface: the table's sizes.

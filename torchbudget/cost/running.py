@@ -429,9 +429,9 @@ class _Runs:
         return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if len(runs) == 1 else 0)
 
     def _square(self, runs: Sequence[Probe]) -> float:
-        """Bytes for each n² of the last run beyond the one before.
+        """The bytes that each unit of n² added between the last two runs.
 
-        A run that did not leave the floor may hide any number of bytes beside what is idle.
+        If the earlier one was at the floor, its own bytes are unknown: all but idle ones are added.
         """
         last, few, fewer = runs[-1], 0, self.runner.idle_bytes
         if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES:

@@ -224,7 +224,7 @@ class Tracer:
             if counter.env is not None:
                 first = str(error).partition("\n")[0]
                 raise UntraceableError(f"with symbols: {type(error).__name__}: {first}") from error
-            shapes = [(*one.shape,) for one in leaves_of(batch) if isinstance(one, torch.Tensor)]
+            shapes = [(*one.shape,) for one in reachable(batch) if isinstance(one, torch.Tensor)]
             raise CostError(
                 "the step does not run on fake tensors, which have shapes but no values; "
                 f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}, "
