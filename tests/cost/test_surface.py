@@ -59,9 +59,9 @@ def costs(draw: st.DrawFn, axes: int = 1, largest: int = LARGEST) -> MeasuredCos
             symbol = nodes.make("symbol", draw(st.integers(0, axes)))
             up_to = nodes.number(draw(st.integers(1, largest)))
             conditions = (nodes.make("LessThan", symbol, up_to),)
-        granularity = draw(st.sampled_from([1, 64]))
-        made = piece(nodes, *totals, axes=axes, conditions=conditions, granularity=granularity)
-        pieces.append(made)
+        if draw(st.booleans()):
+            totals = [*map(nodes.in_blocks, totals)]
+        pieces.append(piece(nodes, *totals, axes=axes, conditions=conditions))
     grid = None
     if has_grid:
         sizes, numbers = ((1, 40, 90, largest),) * axes, (1, 4, 64)
@@ -228,8 +228,7 @@ def test_an_unknown_operation_is_refused(node: list[Any]) -> None:
 def test_bounds_hold(data: st.DataObject) -> None:
     """A polynomial in n is nowhere below the expression that it stands for."""
     nodes = Nodes()
-    total = data.draw(sums(nodes, 1))
-    one = piece(nodes, total, granularity=64)
+    one = piece(nodes, nodes.in_blocks(data.draw(sums(nodes, 1))))
     n, size = np.arange(1, 60)[:, None], np.arange(1, 80)
     rows = np.ceil(one.in_n(size[:, None])[0])  # as a table has them
     bound = rows[0] + n * rows[1] + n**2 * rows[2]

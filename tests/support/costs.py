@@ -22,16 +22,20 @@ class Nodes(list[Any]):
         kind = "int" if float(value).is_integer() else "float"
         return self.make(kind, int(value) if kind == "int" else float(value))
 
+    def in_blocks(self, size: int) -> int:
+        block = self.number(64)
+        return self.make("Mul", block, self.make("CeilDiv", size, block))
+
 
 def piece(nodes: Nodes, *sums: int, axes: int = 1, **options: Any) -> Piece:
     """Of these expressions, the largest of which is the peak."""
-    given = {"conditions": (), "granularity": 1, "flops": 0}
+    given = {"conditions": (), "flops": 0}
     symbols, numbers = range(axes + 1), range(1, axes + 2)
     given["harmless"] = tuple(chain.from_iterable(combinations(symbols, k) for k in numbers))
     two = nodes.number(2)
     ends = tuple(nodes.make("GreaterThan", nodes.make("symbol", k), two) for k in symbols)
     options["conditions"] = (*ends, *options.get("conditions", ()))
-    return Piece(nodes=tuple(nodes), sums=tuple(((at, 1),) for at in sums), **given | options)
+    return Piece(nodes=tuple(nodes), sums=sums, **given | options)
 
 
 def piece_of(cost: PaddedCost) -> Piece:

@@ -97,6 +97,18 @@ class Expressions:
             self.nodes.append([*node])
         return self._numbers[node]
 
+    def rounded_up(self, at: int, multiple: int) -> int:
+        """An expression, rounded up to a multiple."""
+        one = self.node("int", multiple)
+        return self.node("Mul", one, self.node("CeilDiv", at, one))
+
+    def total(self, parts: Sequence[int], numbers: Sequence[int]) -> int:
+        """The sum of each of some expressions, so many times."""
+        pairs = zip(parts, numbers, strict=True)
+        return self.node(
+            "Add", *(self.node("Mul", self.node("int", n), at) for at, n in pairs if n)
+        )
+
     def add(self, expression: Any, known: Mapping[Any, int]) -> int:
         """Return the number of an expression of sympy.
 
@@ -136,7 +148,7 @@ class Expressions:
         """
         for at, node in enumerate(nodes):
             _check(node, at)
-        return cls([list(node) for node in nodes])
+        return cls([list(node) for node in nodes], {(*node,): at for at, node in enumerate(nodes)})
 
     def evaluate(self, shapes: npt.ArrayLike, wanted: Sequence[int]) -> list[Any]:
         """The wanted expressions at each shape, `(S, d)`: arrays of shape `(S,)`."""
@@ -144,7 +156,7 @@ class Expressions:
         found = self._bounded([*shapes.T], wanted)
         return [np.broadcast_to(most, len(shapes)) for _, most in found]
 
-    def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> list[FloatArray]:
+    def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> FloatArray:
         """Each wanted expression as a polynomial in n that is nowhere smaller.
 
         Args:
@@ -152,30 +164,24 @@ class Expressions:
             wanted: numbers of expressions.
 
         Returns:
-            Coefficients of n⁰, n¹ and n² at each size, shape `(3, S)`, for each expression.
+            Coefficients of n⁰, n¹ and n² at each size, shape `(wanted, 3, S)`.
 
         Raises:
             UntraceableError: one is not bounded by such a polynomial.
         """
-
-        def most(n: float) -> list[npt.NDArray[Any]]:
-            found = self._bounded([np.full(len(sizes), n), *sizes.T], wanted, moving=0)
-            return [np.broadcast_to(high, len(sizes)) for _, high in found]
-
-        at_2, at_3, at_4 = map(most, (2, 3, 4))
-        others = {n: most(float(n)) for n in (1, 2**6, 2**12, 2**20)}
-        found = []
-        for k, (two, three, four) in enumerate(zip(at_2, at_3, at_4, strict=True)):
-            square = (four - 2 * three + two) / 2
-            each = three - two - 5 * square
-            rows = np.array([two - 2 * each - 4 * square, each, square], float)
-            whole = np.rint(rows)
-            rows = np.where(np.abs(rows - whole) <= 1e-6 + 1e-14 * np.abs(four), whole, rows)
-            for n, values in others.items():
-                if not np.allclose(rows[0] + n * (rows[1] + n * rows[2]), values[k], 1e-9, 1e-3):
-                    raise UntraceableError("bytes that are no polynomial of degree 2 in n")
-            found.append(rows)
-        return found
+        n = np.array([2, 3, 4, 1, 2**6, 2**12, 2**20], float)[:, None]
+        found = self._bounded([n, *sizes.T], wanted, moving=0)
+        most = np.array([np.broadcast_to(high, (len(n), len(sizes))) for _, high in found])
+        two, three, four = most[:, 0], most[:, 1], most[:, 2]
+        square = (four - 2 * three + two) / 2
+        each = three - two - 5 * square
+        rows = np.stack([two - 2 * each - 4 * square, each, square], axis=1)
+        whole = np.rint(rows)
+        rows = np.where(np.abs(rows - whole) <= 1e-6 + 1e-14 * four[:, None], whole, rows)
+        constant, each, square = rows[:, :, None].swapaxes(0, 1)
+        if not np.allclose(constant + n * (each + n * square), most, 1e-9, 1e-3):
+            raise UntraceableError("bytes that are no polynomial of degree 2 in n")
+        return rows
 
     def _bounded(
         self, columns: Sequence[npt.NDArray[Any]], wanted: Sequence[int], moving: int | None = None
@@ -236,6 +242,9 @@ _RISING: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "
 def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
     """The bounds of an operation, from the bounds of its arguments."""
     is_whole = name in ("FloorDiv", "CeilDiv")
+    (low, high), *_ = parts
+    if is_whole and low is high and divisor is not None and not np.ptp(low % divisor, axis=0).any():
+        return (_OPERATIONS[name](low, divisor),) * 2  # exact: the same remainder for every n
     name, taken, added = _ROUNDED.get(name, (name, 0, 0))
     if name not in _RISING:
         raise UntraceableError(f"{name} of the number of samples is no polynomial of it")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST_MARGIN: Final = 1000
 # A margin grows by this when an allocation failed: a step that repeats until none fails.
 _FAILED: Final = 0.02
-_FORMAT: Final = 6  # of files
+_FORMAT: Final = 7  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
 # Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
 # enough that the sum over a window does not wrap.
@@ -164,7 +164,7 @@ class MeasuredCost:
 
         In the grid, which has none, bytes beside the floor stand for them.
         """
-        pieces = (replace(one, sums=(((one.flops, 1),),), granularity=1) for one in self.pieces)
+        pieces = (replace(one, sums=(one.flops,)) for one in self.pieces)
         grid = None if self.grid is None else self.grid.without_floor()
         return replace(
             self, pieces=tuple(pieces), grid=grid, empty=0, margin=0.0, offset=0.0, scale=1.0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,10 @@ from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
 
-Total: TypeAlias = tuple[tuple[int, int], ...]  # expressions of storages, and their numbers
-
 # Results of a piece for a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
-_CHUNK: Final = 2**13  # sizes at once
-_MOST_CELLS: Final = 10**7  # of arrays of events by shapes
+_CHUNK: Final = 2**10  # sizes at once
+_MOST_CELLS: Final = 10**7  # of arrays of moments by shapes
 _FEWER: Final = 4  # numbers of turns below those of a trace, each with a condition of its own
 
 
@@ -57,25 +55,23 @@ class Piece:
 
     Attributes:
         nodes: nodes of `Expressions`.
-        sums: the sums of storages that are the peak somewhere, as `(expression, number)` pairs.
+        sums: the sums of storages that are the peak somewhere.
         conditions: expressions that are true for every shape of this piece.
         harmless: sets of conditions, as rows of `failed`, that may fail together: concrete traces
             had the same bytes there.
-        granularity: the bytes of each storage are rounded up to a multiple of it.
         flops: expression of a step's floating-point operations.
     """
 
     nodes: tuple[Node, ...]
-    sums: tuple[Total, ...]
+    sums: tuple[int, ...]
     conditions: tuple[int, ...]
     harmless: tuple[tuple[int, ...], ...]
-    granularity: int
     flops: int
     expressions: Expressions = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "expressions", Expressions.of(self.nodes))
-        used = [at for total in self.sums for at, _ in total] + [*self.conditions, self.flops]
+        used = [*self.sums, *self.conditions, self.flops]
         if not all(isinstance(at, int) and 0 <= at < len(self.nodes) for at in used):
             raise CostError("a piece refers to an expression that it does not have")
 
@@ -95,10 +91,7 @@ class Piece:
 
     def _totals(self, shapes: npt.ArrayLike) -> IntArray:
         """Each sum at each shape, `(S, d)`: shape `(sums, S)`."""
-        used = sorted({at for total in self.sums for at, _ in total})
-        sizes = np.array(self.expressions.evaluate(shapes, used), np.int64)
-        blocks = dict(zip(used, -(-sizes // self.granularity) * self.granularity, strict=True))
-        return np.array([sum(number * blocks[at] for at, number in total) for total in self.sums])
+        return np.array(self.expressions.evaluate(shapes, self.sums), np.int64)
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which conditions do not hold at each shape: shape `(conditions, S)`."""
@@ -118,27 +111,14 @@ class Piece:
     def in_n(self, sizes: npt.NDArray[Any]) -> FloatArray:
         """Each sum as a polynomial in n that is nowhere smaller, for each of `sizes`, `(S, d - 1)`.
 
-        Blocks that storages are rounded up to are charged in full where n decides.
-
         Returns:
             Coefficients of n⁰, n¹ and n², shape `(sums, 3, S)`.
 
         Raises:
             UntraceableError: a sum is not bounded by such a polynomial.
         """
-        if len(sizes) > _CHUNK:
-            parts = np.array_split(sizes, 1 + len(sizes) // _CHUNK)
-            return np.concatenate([self.in_n(part) for part in parts], axis=2)
-        used = sorted({at for total in self.sums for at, _ in total})
-        blocks, rows = self.granularity, {}
-        for at, row in zip(used, self.expressions.in_n(sizes, used), strict=True):
-            if (row[1:] % blocks).any():
-                row[0] += blocks - 1
-            else:
-                row[0] = np.ceil(row[0] / blocks) * blocks
-            rows[at] = row
-        sums = [sum(number * rows[at] for at, number in total) for total in self.sums]
-        return np.asarray(sums, float)
+        parts = np.array_split(sizes, 1 + len(sizes) // _CHUNK)
+        return np.concatenate([self.expressions.in_n(part, self.sums) for part in parts], axis=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +127,7 @@ class Trace:
 
     Attributes:
         base: their conditions, without a sum.
-        sizes: the different sizes of storages in bytes, as numbers of expressions.
+        sizes: expressions of the different bytes that storages take.
         events: the storage size of each event, an index of `sizes`.
         signs: +1 if a storage was allocated, −1 if it was freed.
         made: for each event, the one that allocated its storage.
@@ -167,10 +147,8 @@ class Trace:
 
     def living(self, shapes: npt.ArrayLike) -> IntArray:
         """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
-        granularity = self.base.granularity
         sizes = np.array(self.base.expressions.evaluate(shapes, self.sizes), np.int64)
-        blocks = -(-sizes // granularity) * granularity
-        return np.cumsum(blocks[self.events] * self.signs[:, None], axis=0)
+        return np.cumsum(sizes[self.events] * self.signs[:, None], axis=0)
 
     def peaks(self, shapes: npt.ArrayLike) -> IntArray:
         """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
@@ -193,16 +171,29 @@ class Trace:
 
     def piece(self, shapes: npt.ArrayLike) -> Piece:
         """Keep the running sums that are the peak at one of many shapes, `(S, d)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        tops: set[int] = set()
-        for some in np.array_split(shapes, 1 + len(shapes) * len(self.events) // _MOST_CELLS):
-            tops.update(self.living(some).argmax(axis=0).tolist())
-        sums = set()
-        for top in tops:
-            counts = np.bincount(self.events[: top + 1], self.signs[: top + 1])
-            used = np.flatnonzero(counts).tolist()
-            sums.add(tuple((self.sizes[k], int(counts[k])) for k in used))
-        return replace(self.base, sums=tuple(sorted(sums)))
+        each = np.eye(len(self.sizes))[self.events] * self.signs[:, None]
+        counts = each.cumsum(axis=0)[self.signs > 0]
+        expressions = Expressions.of(self.base.nodes)
+        sums = _peaks(expressions, self.sizes, counts, shapes)
+        return replace(self.base, nodes=tuple(expressions.nodes), sums=tuple(sorted(sums)))
+
+
+def _peaks(
+    expressions: Expressions, sizes: Sequence[int], counts: npt.NDArray[Any], shapes: npt.ArrayLike
+) -> set[int]:
+    """The running sums that are the peak at one of many shapes, `(S, d)`.
+
+    Args:
+        expressions: to which they are added.
+        sizes: expressions of the bytes of storages.
+        counts: the storages of each size that live at each moment, shape `(moments, sizes)`.
+        shapes: of the batch.
+    """
+    values = np.array(expressions.evaluate(shapes, sizes), float)
+    count = 1 + values.shape[1] * len(counts) // _MOST_CELLS
+    parts = np.array_split(values, count, axis=1)
+    tops = np.unique([top for part in parts for top in (counts @ part).argmax(axis=0).tolist()])
+    return {expressions.total(sizes, counts[top].astype(int).tolist()) for top in tops}
 
 
 def joined(one: Trace, other: Trace) -> Trace:
@@ -238,8 +229,9 @@ def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> Piece:
         UntraceableError: the traces differ in another way.
     """
     turns = _Turns(one, other)
-    sums = set().union(*map(turns.sums, _placed(*_alike(one, other))))
-    return replace(turns.base(), sums=tuple(sorted(sums))).kept(shapes)
+    places = _placed(*_alike(one, other))
+    sums = set().union(*(turns.sums(its, shapes) for its in places))
+    return replace(turns.base(), sums=tuple(sorted(sums)))
 
 
 def _alike(*traces: Trace) -> list[IntArray]:
@@ -354,11 +346,12 @@ class _Turns:
         flops = self.of(mine.flops, its.flops)
         return replace(mine, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
 
-    def sums(self, places: IntArray) -> set[Total]:
-        """The storages that live after each allocation.
+    def sums(self, places: IntArray, shapes: npt.ArrayLike) -> set[int]:
+        """The running sums that are the peak at one of many shapes, `(S, d)`.
 
         Args:
             places: for each event of the first trace, the one of the second.
+            shapes: of the batch.
         """
         one, other = self._one, self._other
         made = np.flatnonzero(one.signs > 0)
@@ -371,24 +364,14 @@ class _Turns:
         own, its = np.zeros_like(one.events), np.array([alike[k] for k in other.events.tolist()])
         own[made] = its[places[made]] = [kinds[pair] for pair in pairs]
         each = np.eye(len(kinds), dtype=np.int64)
-        mine = each[own[one.made]] * one.signs[:, None]
-        others = each[its[other.made]] * other.signs[:, None]
-        living = [mine.cumsum(axis=0)[made], others.cumsum(axis=0)[places[made]]]
-        expressions = [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
-        moments = np.unique(np.hstack(living), axis=0)
-        return {self._total(expressions, *np.split(row, 2)) for row in moments}
-
-    def _total(self, expressions: list[int], numbers: IntArray, others: IntArray) -> Total:
-        """The sum of so many storages of each kind in the first trace, and others in the second."""
-        node, pairs = self.joined.node, []
-        blocks = node("int", self._one.base.granularity)
-        for at, number, other in zip(expressions, numbers.tolist(), others.tolist(), strict=True):
-            if number == other:
-                pairs.append((at, number))
-            else:
-                whole = node("Mul", blocks, node("CeilDiv", at, blocks))
-                pairs.append((node("Mul", self._rising(number, other), whole), 1))
-        return tuple(pair for pair in pairs if pair[1])
+        mine = (each[own[one.made]] * one.signs[:, None]).cumsum(axis=0)[made]
+        others = (each[its[other.made]] * other.signs[:, None]).cumsum(axis=0)[places[made]]
+        if ((others - mine) % self._more).any():
+            raise UntraceableError("the storages do not grow in each turn")
+        node, sizes = self.joined.node, [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
+        further = node("Add", self._number, node("int", -self._first))
+        sizes += [node("Mul", further, at) for at in sizes]
+        return _peaks(self.joined, sizes, np.hstack([mine, (others - mine) // self._more]), shapes)
 
 
 def first_held(pieces: Sequence[Piece], shapes: IntArray) -> tuple[IntArray, npt.NDArray[np.int8]]:

@@ -341,7 +341,8 @@ class _Counter(TorchDispatchMode):
         numbers: dict[Any, int] = {}
         events = [numbers.setdefault(size, len(numbers)) for size, *_ in self.events]
         flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
-        sizes = tuple(expressions.add(size, known) for size in numbers)
+        sizes = [expressions.add(size, known) for size in numbers]
+        blocks = tuple(expressions.rounded_up(size, self._granularity) for size in sizes)
         bounds = []  # a symbol stands for numbers above 1
         for at, (symbol, value) in enumerate(zip(symbols, shape, strict=True)):
             name, end = ("LessThan", value) if symbol is None else ("GreaterThan", 2)
@@ -352,10 +353,9 @@ class _Counter(TorchDispatchMode):
             nodes=tuple(expressions.nodes),
             sums=(),
             harmless=(),
-            granularity=self._granularity,
         )
         signs, made = np.array([one[1:] for one in self.events], np.int64).T
-        return Trace(base, sizes, np.array(events, np.int64), signs, made, starts, self.assumed)
+        return Trace(base, blocks, np.array(events, np.int64), signs, made, starts, self.assumed)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a fake tensor's storage until it is freed."""
