@@ -36,7 +36,6 @@ _DRAWN: Final = 400
 # are traced: every shape may have a trace of its own.
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
-_MOST_PIECES: Final = 8
 _MOST_SECONDS: Final = 60.0  # of computing for pieces
 # Most samples in traces that are compared; with a budget, more if they fit.
 _COMPARED: Final = 256
@@ -145,9 +144,7 @@ class Covering:
         sizes = np.unique(shapes[:, 1:], axis=0)
         some = sizes[np.linspace(0, len(sizes) - 1, _SOME).astype(int)]
         limit = self.subject.domain.axes * self._limit(self.subject.domain.between(0.0))
-        while not self._is_covered(left):
-            if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
-                return
+        while poor < _MOST_POOR and not self._is_covered(left):
             few = left & (longer <= _FEW)
             inside = np.flatnonzero(few if few.any() else left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
@@ -208,11 +205,10 @@ class Covering:
         shapes = shapes[((shapes == 1) == (np.array(shape) == 1)).all(axis=1)]
         loops = [at for at, _ in self._loops(trace).values() if nodes[at] != ["symbol", 0]]
         turns = np.array(trace.base.expressions.evaluate(shapes, loops), ndmin=2)
+        if not loops:
+            raise UntraceableError("there are no loops")
         enough = (turns >= _LEAST_TURNS).all(axis=0)
-        if not loops or not enough.any():
-            raise UntraceableError("there are no loops of few turns")
-        least = turns.sum(axis=0)
-        return _middle(shapes[enough & (least == least[enough].min())])
+        return _middle(shapes[enough], turns.sum(axis=0)[enough])
 
     def _loops(self, trace: Trace) -> dict[Any, tuple[int, int]]:
         """Equalities that fail at other shapes, as of a number of turns: expression and value."""
@@ -250,11 +246,9 @@ class Covering:
         more = np.array(trace.base.expressions.evaluate(near, wanted)) - np.array(own)[:, None]
         mine = more[[*loops].index(loop)]
         right = (mine >= _APART) & (np.count_nonzero(more, axis=0) == 1)
-        if not right.any():
-            raise UntraceableError("no shape has more turns of the loop")
-        right &= mine == mine[right].min()
-        failed = trace.base.failed(near).sum(axis=0)  # most branches are the same
-        return _middle(near[right & (failed == failed[right].min())])
+        failed = trace.base.failed(near)  # most branches are the same
+        order = mine * (1 + len(failed)) + failed.sum(axis=0)
+        return _middle(near[right], order[right])
 
     def _tested(
         self, piece: Piece, longer: FloatArray, far: float, left: npt.NDArray[np.bool_]
@@ -469,8 +463,15 @@ def _column_of(size: tuple[int, ...], numbers: IntArray) -> IntArray:
     return np.column_stack([numbers, np.tile(size, (len(numbers), 1))])
 
 
-def _middle(shapes: IntArray) -> Shape:
-    """The shape in the middle of some: a last slice of it is neither of size 1 nor whole."""
+def _middle(shapes: IntArray, order: IntArray) -> Shape:
+    """The shape in the middle of the first ones: a last slice of it is neither of size 1 nor whole.
+
+    Raises:
+        UntraceableError: there are no shapes.
+    """
+    if not len(shapes):
+        raise UntraceableError("no shape has so many turns of the loop")
+    shapes = shapes[order == order.min()]
     middle = np.sqrt(shapes.min(axis=0) * shapes.max(axis=0)).astype(int)
     return _distinct((*middle.tolist(),), shapes)
 

@@ -125,21 +125,21 @@ class DenseCost(PaddedCost):
             if optimizer is not None:
                 raise CostError("optimizer= needs the module that it trains: pass module=")
             return cost(sample_bytes=host_sample_bytes)
-        built, sample_bytes, scratch_bytes = _traced(module, inputs, targets)
+        built, sample_bytes, constant_bytes = _traced(module, inputs, targets)
         trained = [p for p in built.parameters() if p.requires_grad]
         trained_bytes = _nbytes(trained)
         states = _state_bytes(optimizer, {p.dtype for p in trained})
         # Parameters, buffers, and a gradient and states for each that is trained.
-        state_bytes = _nbytes(itertools.chain(built.parameters(), built.buffers()))
-        state_bytes += trained_bytes + sum(states[p.dtype] * p.numel() for p in trained)
+        own_bytes = _nbytes(itertools.chain(built.parameters(), built.buffers())) + trained_bytes
+        state_bytes = sum(states[p.dtype] * p.numel() for p in trained)
         # An optimizer that steps all parameters at once (foreach) needs about one more copy of
         # them; one that steps them in turn, two of the current one, at most of the largest.
         largest_bytes = max((_nbytes([parameter]) for parameter in trained), default=0)
         step_bytes = max(trained_bytes, 2 * largest_bytes) if any(states.values()) else 0
         return cost(
             sample_bytes=sample_bytes,
-            fixed_bytes=state_bytes + scratch_bytes,
-            floor_bytes=state_bytes + step_bytes,
+            fixed_bytes=max(own_bytes, constant_bytes) + state_bytes,
+            floor_bytes=own_bytes + state_bytes + step_bytes,
         )
 
     def samples_in_host(self, budget: MemoryBudget | Amount) -> int:
@@ -298,8 +298,7 @@ def _traced(
         targets: what else lives until the step ends, likewise.
 
     Returns:
-        The module; bytes per sample; and constant bytes beside those of the module and its
-        gradients.
+        The module; bytes per sample; and constant bytes, with those of the module and gradients.
 
     Raises:
         CostError: the module does not run on fake tensors, is recurrent, or needs bytes that are
@@ -343,9 +342,7 @@ def _traced(
             trace = tracer.symbolic(Recipe(make, [(2,), (3,), (5,)]), (7,))
         if trace.assumed:
             raise CostError("fake tensors have no values to branch on")
-        without = [p for p in parameters if p.requires_grad and p.grad is None]
-        fixed = _nbytes([*state.tensors(), *without])
-        return module, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
+        return module, *_line(trace.living([(2,), (4,), (8,)]).T)
     except Exception as error:
         raise CostError(
             "the module does not run on fake tensors, as needed to count its bytes: "
@@ -365,4 +362,4 @@ def _line(living: IntArray) -> tuple[int, int]:
         raise CostError("the module's bytes are not in proportion to the batch")
     sample_bytes = -(-int((at_4 - at_2).max()) // 2)
     at_1 = -(-int((3 * at_2 - at_4).max()) // 2)
-    return sample_bytes, max(0, at_1 - sample_bytes)
+    return sample_bytes, at_1 - sample_bytes

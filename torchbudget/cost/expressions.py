@@ -123,12 +123,8 @@ class Expressions:
             return self.node("int", int(expression))
         if expression in known:
             return known[expression]
-        if expression.is_Boolean and not expression.args:
-            return self.node("int", int(bool(expression)))
-        if expression.is_number and not expression.args:
-            infinite = 2**62 * (-1 if expression.is_negative else 1)
-            is_infinite = expression.is_infinite
-            return self.node(*(("int", infinite) if is_infinite else ("float", float(expression))))
+        if expression.is_Float or expression.is_Rational:
+            return self.node("float", float(expression))
         arguments = (self.add(one, known) for one in expression.args)
         return self.node(type(expression).__name__, *arguments)
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,14 +54,7 @@ class _Observations:
     retries: int = 0
 
 
-class _Tables(dict[Any, Any]):
-    """Surfaces of bytes and of time, made when they are first asked for; never pickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Tables, ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredCost:
     """Peak bytes of a training step, as `measure_cost` measured them.
 
@@ -107,33 +101,33 @@ class MeasuredCost:
     notes: tuple[str, ...] = ()
     caution: str = ""
     _observed: _Observations = field(default_factory=_Observations, repr=False)
-    _tables: _Tables = field(default_factory=_Tables, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin <= MOST_MARGIN:
             raise CostError(f"margin must be 0 to {MOST_MARGIN}, got {self.margin!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tables, which are made again."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def axes(self) -> int:
         """The number of ragged axes, d."""
         return len(self.largest)
 
-    @property
+    @cached_property
     def _surface(self) -> Surface:
-        if "bytes" not in self._tables:
-            raised = 1 + self.margin
-            self._tables["bytes"] = Surface.of(
-                self._levels(), self.pieces, self.grid, empty=self.empty,
-                offset=raised * self.offset, scale=raised * self.scale,
-            )  # fmt: skip
-        found: Surface = self._tables["bytes"]
-        return found
+        raised = 1 + self.margin
+        return Surface.of(
+            self._levels(), self.pieces, self.grid, empty=self.empty,
+            offset=raised * self.offset, scale=raised * self.scale,
+        )  # fmt: skip
 
     def _levels(self) -> list[IntArray]:
         ends = zip(self.smallest, self.largest, strict=True)
         return [levels_of(low, high, self.multiple, self.axes) for low, high in ends]
 
-    @property
+    @cached_property
     def time(self) -> Surface:
         """A cost model of a step's nanoseconds: `a + b·n + c·(floating-point operations)`.
 
@@ -147,16 +141,12 @@ class MeasuredCost:
                 "this cost has no time: its steps were traced, not run; measure it with "
                 "method='auto' or 'run'"
             )
-        if "time" not in self._tables:
-            fixed, each, flop = (1e9 * one for one in self.seconds)
-            work = replace(self.work, offset=fixed, scale=flop or 1e-30)
-            surface = work._surface
-            rows = surface.rows.copy()
-            rows[:, 0] += math.ceil(each) * surface.starts[:, None]
-            rows[:, 1] += math.ceil(each)
-            self._tables["time"] = replace(surface, rows=rows)
-        found: Surface = self._tables["time"]
-        return found
+        fixed, each, flop = (1e9 * one for one in self.seconds)
+        surface = replace(self.work, offset=fixed, scale=flop or 1e-30)._surface
+        rows = surface.rows.copy()
+        rows[:, 0] += math.ceil(each) * surface.starts[:, None]
+        rows[:, 1] += math.ceil(each)
+        return replace(surface, rows=rows)
 
     @property
     def work(self) -> MeasuredCost:

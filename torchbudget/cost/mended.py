@@ -137,14 +137,11 @@ def _interpolate(
     scale_factor: Any = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
+    **others: Any,
 ) -> torch.Tensor:
     """`F.interpolate` to a symbolic size: torch's own overloads take only numbers."""
-    if size is None or antialias or mode not in (*_MODES, "nearest"):
-        return _torch_interpolate(
-            input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
-        )
+    if size is None or any(others.values()) or mode not in (*_MODES, "nearest"):
+        return _torch_interpolate(input, size, scale_factor, mode, align_corners, **others)
     axes = input.dim() - 2
     sizes = list(size) if isinstance(size, (tuple, list)) else [size] * axes
     if mode == "nearest":
