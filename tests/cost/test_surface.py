@@ -74,10 +74,9 @@ def costs(draw: st.DrawFn, axes: int = 1, largest: int = LARGEST) -> MeasuredCos
             floor = draw(st.integers(0, 10**5)) + draw(st.integers(0, 3)) * areas
             values = np.maximum(np.round(grown), floor)
         raised = draw(st.sampled_from([0.0, 0.1]))
-        reached = draw(st.sampled_from([MAX_BYTES, 10**6]))
         columns = tuple(map(tuple, values.tolist()))
         ends = tuple(draw(st.sampled_from([16, 64])) for _ in values)
-        grid = Grid(sizes, (numbers,) * len(columns), columns, 64, reached, raised, ends)
+        grid = Grid(sizes, (numbers,) * len(columns), columns, ends, raised)
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(largest,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),
@@ -152,10 +151,10 @@ def test_outside_of_the_domain() -> None:
     assert cost.batch_bytes(1, 101) == cost.batch_bytes(2**62, 100) == MAX_BYTES
     with pytest.raises(CostError, match="at least 0 samples, got -1"):
         cost.batch_bytes(-1, 8)
-    unknown = Grid(((1, 100),), ((1, 4), ()), ((1e6, 2e6), ()), 4)
+    unknown = Grid(((1, 100),), ((1, 4), ()), ((1e6, 2e6), ()), (4, 4))
     found = measured(pieces=(), grid=unknown).traced_bytes(1, [1, 100])
     assert found.tolist() == [10**6, MAX_BYTES]
-    one = Grid(((1, 100),), ((0, 1),) * 2, ((5.0, 6.0), (5.0, 105.0)), 1)
+    one = Grid(((1, 100),), ((0, 1),) * 2, ((5.0, 6.0), (5.0, 105.0)), (1, 1))
     alone = measured(pieces=(), grid=one, largest=(100,))
     assert alone.batch_bytes([1, 1, 2], [1, 100, 1]).tolist() == [6, 105, MAX_BYTES]
     assert alone.capacity([1, 100, 100], [2**40, 105, 104]).tolist() == [1, 1, 0]
@@ -270,6 +269,6 @@ def test_what_is_not_packed() -> None:
     for total in (size, nodes.make("Mul", n, n)):
         with pytest.raises(CostError, match="a packed cost must be a constant plus a share"):
             measured(pieces=(piece(nodes, total),), largest=(99,)).packed()
-    grid = Grid(((1, 9),), ((1, 2),) * 2, ((1.0, 1.0),) * 2, 2)
+    grid = Grid(((1, 9),), ((1, 2),) * 2, ((1.0, 1.0),) * 2, (2, 2))
     with pytest.raises(CostError, match="interpolated"):
         measured(pieces=(), grid=grid, largest=(9,)).packed()

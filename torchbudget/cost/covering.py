@@ -377,7 +377,7 @@ class Covering:
         numbers = tuple(tuple(column) for column in columns)
         values = tuple(tuple(column.values()) for column in columns)
         ends = tuple(self._ends.get(size, self.most_n) for size in every)
-        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n, ends=ends)
+        return Grid(tuple(map(tuple, sizes)), numbers, values, ends)
 
     def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, int]:
         """Bytes of a size at some numbers of samples.
@@ -428,7 +428,7 @@ class Covering:
         # Shapes that were not drawn may be further off, so up to 1 % more.
         self.grid = replace(grid, raised=low + min(low, _OFF))
         why = self.reason and f" ({self.reason})"
-        known = f"up to {grid.most:,} samples"
+        known = f"up to {max(grid.ends):,} samples"
         if self._ends:
             known += f", traced up to {min(self._ends.values()):,} of some sizes"
         self.subject.notes.append(

@@ -237,23 +237,24 @@ _RISING: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "
 
 def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
     """The bounds of an operation, from the bounds of its arguments."""
-    is_whole = name in ("FloorDiv", "CeilDiv")
-    (low, high), *_ = parts
-    if is_whole and low is high and divisor is not None and not np.ptp(low % divisor, axis=0).any():
-        return (_OPERATIONS[name](low, divisor),) * 2  # exact: the same remainder for every n
-    name, taken, added = _ROUNDED.get(name, (name, 0, 0))
-    if name not in _RISING:
+    unrounded, taken, added = _ROUNDED.get(name, (name, 0, 0))
+    if unrounded not in _RISING:
         raise UntraceableError(f"{name} of the number of samples is no polynomial of it")
-    if name in _DIVISIONS and (divisor is None or np.any(np.asarray(divisor) <= 0)):
+    if unrounded in _DIVISIONS and (divisor is None or np.any(np.asarray(divisor) <= 0)):
         raise UntraceableError("a division by the number of samples")
+    is_exact = taken == added
+    if name in ("FloorDiv", "CeilDiv", "Mod", "PythonMod"):  # the same remainder for every n
+        is_exact = not np.ptp(parts[0][0] % divisor, axis=0).any()
+    if is_exact and all(low is high for low, high in parts):
+        return (_OPERATIONS[name](*(low for low, _ in parts)),) * 2
     if name in ("Mod", "PythonMod"):
         return 0, divisor - 1
     ends = [one[:1] if one[0] is one[1] else one for one in parts]
     if name == "Mul":
         corners = [reduce(np.multiply, one) for one in product(*ends)]
         return reduce(np.minimum, corners), reduce(np.maximum, corners)
-    rule = _OPERATIONS[name]
+    rule = _OPERATIONS[unrounded]
     # Rounding changes a quotient of whole numbers by (divisor - 1) / divisor at most.
-    share = (divisor - 1) / divisor if is_whole else 1
+    share = (divisor - 1) / divisor if name in ("FloorDiv", "CeilDiv") else 1
     low, high = rule(*(one[0] for one in ends)), rule(*(one[-1] for one in ends))
     return low + share * taken, high + share * added

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from torchbudget.cost.expressions import Expressions, Node, UntraceableError
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
-from torchbudget.units import MAX_BYTES
 
 # Results of a piece for a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
@@ -397,19 +396,15 @@ class Grid:
         numbers: ascending numbers of samples of each column, two or more; none if nothing was
             measured. Columns are in the order of `itertools.product(*sizes)`.
         values: bytes at each of these numbers.
-        most: the largest number of samples at which bytes are known.
-        reached: the most bytes that were measured; larger batches are not known.
+        ends: the largest number of samples at which bytes are known, in each column.
         raised: the share by which bytes are raised, for the largest error on other shapes.
-        ends: the largest number of samples at which bytes are known, in each column; empty: `most`.
     """
 
     sizes: tuple[tuple[int, ...], ...]
     numbers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]
-    most: int
-    reached: int = MAX_BYTES
+    ends: tuple[int, ...]
     raised: float = 0.0
-    ends: tuple[int, ...] = ()
 
     @property
     def floor(self) -> float:
@@ -420,7 +415,7 @@ class Grid:
         """The grid of bytes above the floor."""
         floor = self.floor
         values = tuple(tuple(one - floor for one in column) for column in self.values)
-        return replace(self, values=values, reached=MAX_BYTES)
+        return replace(self, values=values)
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² if nothing was measured."""
@@ -435,12 +430,11 @@ class Grid:
 
     def known_at(self, sizes: IntArray) -> IntArray:
         """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
-        known = np.full(len(sizes), float(self.most))
-        ends = np.array(self.ends or [self.most] * len(self.numbers), float)
+        known, ends = np.full(len(sizes), float(max(self.ends))), np.array(self.ends, float)
         area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
         row = np.arange(len(sizes))
         for columns, weight in self._corners(sizes):
-            ended = (ends[columns] < self.most) & (weight > 0)
+            ended = (ends[columns] < ends.max()) & (weight > 0)
             fewer = np.minimum(known, ends[columns] * area[row, columns])
             known = np.where(ended, fewer, known)
         return known.astype(np.int64)

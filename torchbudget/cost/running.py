@@ -453,19 +453,23 @@ class _Runs:
         sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
         most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
-        columns, ends = [], []  # a size whose runs were linear continues by its own slope
+        columns, ends = [], []
         for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             n = [0, *(probe.n for probe in runs)]
             peaks = np.maximum.accumulate([floor, *(probe.peak_bytes for probe in runs)]).tolist()
             ends.append(most)
-            if runs and not self._is_linear(runs):  # up to twice as many, by the bound of the climb
-                peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
-                n.append(2 * n[-1])
-                ends[-1] = n[-1]
+            if runs:  # up to the most bytes of any run
+                left = reached - peaks[-1]
+                if not self._is_linear(runs):  # and twice as many, by the bound of the climb
+                    peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
+                    ends[-1] = 2 * n[-1]
+                    n.append(2 * n[-1])
+                slope = (peaks[-1] - peaks[-2]) / (n[-1] - n[-2])
+                ends[-1] = min(ends[-1], runs[-1].n + int(left / max(slope, 1e-9)))
             columns.append((tuple(n), tuple(map(float, peaks))) if runs else ((), ()))
         numbers, values = zip(*columns, strict=True)
-        grid = Grid(tuple(sizes), numbers, values, most, reached=reached, ends=tuple(ends))
+        grid = Grid(tuple(sizes), numbers, values, tuple(ends))
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),

@@ -89,7 +89,7 @@ class Surface:
             scale: of the traced bytes.
         """
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
-        reached = 0 if grid is None else grid.most
+        reached = 0 if grid is None else max(grid.ends)
         starts = np.array(sorted({*_STARTS, max(reached, 1), *_changes(pieces, points)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
@@ -131,7 +131,7 @@ class Surface:
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
         rows = np.clip(np.ceil(rows), _NOTHING, _LARGE).astype(np.int64)
-        surface = cls(
+        return cls(
             tuple(levels),
             np.array([start for start, *_ in found], np.int64),
             np.array([end for _, end, _ in found], np.int64),
@@ -139,11 +139,6 @@ class Surface:
             most.ravel(),
             floor,
         ).pruned()
-        if grid is None or grid.reached == MAX_BYTES:
-            return surface
-        # Bytes of each sample have been rounded up.
-        fitting = surface.capacities(int(grid.reached * scale + offset) + grid.most + 1)
-        return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
         """Without rows that another one is nowhere below."""
