@@ -145,7 +145,7 @@ def test_a_traced_cost_is_cautioned_of() -> None:
 
 def test_everything_is_saved(tmp_path: Path) -> None:
     """Expressions, grid, time and probes come back, and say the same."""
-    grid = Grid(((1, 9),), ((1, 4), ()), ((1.0, 5.0), ()), (4, 4), 0.1)
+    grid = Grid(((1, 9),), ((1, 4), ()), ((1.0, 5.0), ()), (4, 4), 4, 0.1)
     probes = (Probe(8, (100,), 1000, False, "run", 0.25), Probe(2, (9,), 7, True, "trace"))
     for either in (None, grid):
         cost = measured(

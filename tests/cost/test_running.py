@@ -106,11 +106,12 @@ def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.M
 @settings(max_examples=25)
 @given(
     each=st.integers(100, 20_000),
-    square=st.sampled_from([0, 0, 1, 30]),
+    square=st.sampled_from([0, 0, 1, 30, 70]),
     floor=st.integers(0, 500 * MIB),
     max_size=st.integers(100, 2000),
 )
 @example(each=3587, square=30, floor=229 * MIB, max_size=1834)
+@example(each=100, square=80, floor=0, max_size=2000)
 def test_no_run_of_any_step_is_over_the_budget(
     each: int, square: int, floor: int, max_size: int
 ) -> None:

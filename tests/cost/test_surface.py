@@ -74,9 +74,10 @@ def costs(draw: st.DrawFn, axes: int = 1, largest: int = LARGEST) -> MeasuredCos
             floor = draw(st.integers(0, 10**5)) + draw(st.integers(0, 3)) * areas
             values = np.maximum(np.round(grown), floor)
         raised = draw(st.sampled_from([0.0, 0.1]))
+        reached = draw(st.sampled_from([MAX_BYTES, 10**6]))
         columns = tuple(map(tuple, values.tolist()))
         ends = tuple(draw(st.sampled_from([16, 64])) for _ in values)
-        grid = Grid(sizes, (numbers,) * len(columns), columns, ends, raised)
+        grid = Grid(sizes, (numbers,) * len(columns), columns, ends, reached, raised)
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(largest,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),

@@ -32,11 +32,12 @@ from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see which of them each piece covers.
 _DRAWN: Final = 400
-# A piece is poor if it covers less than this share of the domain. After three poor pieces no more
-# are traced: every shape may have a trace of its own.
+# A piece is poor if it adds less than this share of the drawn shapes. After so many poor pieces no
+# more are traced: every shape may have a trace of its own.
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
-_MOST_SECONDS: Final = 60.0  # of computing for pieces
+# Of computing for pieces: then, no further failed conditions are tested.
+_MOST_SECONDS: Final = 60.0
 # Most samples in traces that are compared; with a budget, more if they fit.
 _COMPARED: Final = 256
 _MOST_COMPARED: Final = 2**13
@@ -271,7 +272,7 @@ class Covering:
         shapes = self._shapes
         rows = enumerate(piece.conditions)
         harmful = [{row} for row, at in rows if piece.nodes[at][0] == "Equality"]
-        bounds = {*range(shapes.shape[1])}  # that a coordinate is above 1
+        bounds = {*range(shapes.shape[1])}  # that a coordinate is above 1, or that it is 1
         harmless: set[tuple[int, ...]] = set()
         sets = _failing(piece, shapes)
         weights = np.log(shapes).sum(axis=1)
@@ -325,7 +326,7 @@ class Covering:
         return int(self._concrete[shape].peaks([shape])[0])
 
     def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
-        """Whether all shapes have a piece; of a few, it is enough that one more sample has one."""
+        """Whether all shapes have a piece; of a few of many samples, that of one more will do."""
         some = self._shapes[left]
         one_more = some + np.eye(1, some.shape[1], dtype=np.int64)
         owner, _ = first_held(self.pieces, one_more)
@@ -464,7 +465,7 @@ def _column_of(size: tuple[int, ...], numbers: IntArray) -> IntArray:
 
 
 def _middle(shapes: IntArray, order: IntArray) -> Shape:
-    """The shape in the middle of the first ones: a last slice of it is neither of size 1 nor whole.
+    """The shape in the middle of the first ones: its last slices are likely neither 1 nor whole.
 
     Raises:
         UntraceableError: there are no shapes.
@@ -477,7 +478,7 @@ def _middle(shapes: IntArray, order: IntArray) -> Shape:
 
 
 def _distinct(shape: Shape, others: IntArray) -> Shape:
-    """The nearest of other shapes without equal numbers, which would become a condition, or 1."""
+    """The nearest of other shapes of the fewest coordinates that are equal or 1: conditions."""
     ordered = np.sort(others, axis=1)
     bad = (ordered == 1).sum(axis=1) + (np.diff(ordered, axis=1) == 0).sum(axis=1)
     far = np.abs(np.log(others / np.array(shape))).sum(axis=1)

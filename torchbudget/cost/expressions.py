@@ -22,15 +22,15 @@ Node: TypeAlias = list[Any]
 
 
 class UntraceableError(CostError):
-    """The step or its batch cannot be traced with symbols, or not evaluated."""
+    """A trace fails or takes too long, or an expression of it cannot be evaluated."""
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    whole = np.all(np.asarray(exponent) >= 0)
-    return base**exponent if whole else np.asarray(base, float) ** exponent
+    is_whole = np.all(np.asarray(exponent) >= 0)  # of ints
+    return base**exponent if is_whole else np.asarray(base, float) ** exponent
 
 
-def _whole(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _to_int64(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: rounded(np.asarray(value, float)).astype(np.int64)
 
 
@@ -49,10 +49,10 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "IntTrueDiv": lambda a, b: a / b,
     "FloatTrueDiv": lambda a, b: a / b,
     "ToFloat": lambda a: np.asarray(a, float),
-    "CeilToInt": _whole(np.ceil),
-    "FloorToInt": _whole(np.floor),
-    "TruncToInt": _whole(np.trunc),
-    "RoundToInt": _whole(np.rint),
+    "CeilToInt": _to_int64(np.ceil),
+    "FloorToInt": _to_int64(np.floor),
+    "TruncToInt": _to_int64(np.trunc),
+    "RoundToInt": _to_int64(np.rint),
     "OpaqueUnaryFn_sqrt": np.sqrt,
     "OpaqueUnaryFn_log2": np.log2,
     "Max": lambda *a: reduce(np.maximum, a),
@@ -147,7 +147,7 @@ class Expressions:
         return cls([list(node) for node in nodes], {(*node,): at for at, node in enumerate(nodes)})
 
     def evaluate(self, shapes: npt.ArrayLike, wanted: Sequence[int]) -> list[Any]:
-        """The wanted expressions at each shape, `(S, d)`: arrays of shape `(S,)`."""
+        """The wanted expressions at each shape, `(S, 1 + d)`: arrays of shape `(S,)`."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         found = self._bounded([*shapes.T], wanted)
         return [np.broadcast_to(most, len(shapes)) for _, most in found]
@@ -156,7 +156,7 @@ class Expressions:
         """Each wanted expression as a polynomial in n that is nowhere smaller.
 
         Args:
-            sizes: shape `(S, d - 1)`.
+            sizes: shape `(S, d)`.
             wanted: numbers of expressions.
 
         Returns:
@@ -182,9 +182,9 @@ class Expressions:
     def _bounded(
         self, columns: Sequence[npt.NDArray[Any]], wanted: Sequence[int], moving: int | None = None
     ) -> list[tuple[Any, Any]]:
-        """The least and the most of the wanted nodes.
+        """Lower and upper bounds of the wanted nodes.
 
-        Both are the value, but where the coordinate `moving` is rounded: there, bounds of it.
+        Both are the value, unless it rounds the coordinate `moving`.
         """
         needed = set(wanted)
         for at in range(max(needed, default=-1), -1, -1):
@@ -232,13 +232,13 @@ _ROUNDED: Final = {
     "RoundToInt": ("ToFloat", -1, 1),
 }
 _DIVISIONS: Final = ("IntTrueDiv", "FloatTrueDiv", "Mod", "PythonMod")
-_RISING: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "Max", "Min")
+_BOUNDED: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "Max", "Min")
 
 
 def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
-    """The bounds of an operation, from the bounds of its arguments."""
+    """The bounds of an operation, from those of its arguments; `divisor` is `None` if it moves."""
     unrounded, taken, added = _ROUNDED.get(name, (name, 0, 0))
-    if unrounded not in _RISING:
+    if unrounded not in _BOUNDED:
         raise UntraceableError(f"{name} of the number of samples is no polynomial of it")
     if unrounded in _DIVISIONS and (divisor is None or np.any(np.asarray(divisor) <= 0)):
         raise UntraceableError("a division by the number of samples")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # With a larger margin a prediction is useless, and its bytes would not fit 64 bits.
 MOST_MARGIN: Final = 1000
-# A margin grows by this when an allocation failed: a step that repeats until none fails.
+# Added to the margin if an allocation failed, and again after each `replan` until none fails.
 _FAILED: Final = 0.02
 _FORMAT: Final = 7  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
@@ -43,9 +43,9 @@ class _Observations:
 
     Attributes:
         margin: the least that covers every step.
-        largest_bytes: the largest bytes of any, if an allocator keeps reserved memory.
+        largest_bytes: the largest prediction so far, since CUDA's allocator keeps what it reserved.
         planned_margin: the margin of the cost that batches are planned with by now.
-        retries: allocations that succeeded once the cache was flushed.
+        retries: allocations that succeeded only after the cache was flushed.
     """
 
     margin: float = 0.0
@@ -59,8 +59,8 @@ class MeasuredCost:
     """Peak bytes of a training step, as `measure_cost` measured them.
 
     The bytes of a shape are `offset + scale · traced`, with the margin on top. Shapes that are not
-    known, and samples longer than `largest`, cost `MAX_BYTES`. `batch_bytes` is the largest of
-    these bytes over all batches that are not larger, so it is monotone.
+    known, and samples longer than `largest`, cost `MAX_BYTES`. `batch_bytes` is monotone: at least
+    these bytes of every batch that is not larger.
 
     Attributes:
         pieces: expressions of the traced bytes, and the shapes at which each holds.
@@ -192,7 +192,7 @@ class MeasuredCost:
         Returns:
             "exact" if the shape takes the same branches as a trace; "tested" if it takes another
             branch, or more turns of a loop, but concrete traces had the same bytes; "interpolated"
-            in the grid; "raised" to the bytes of a larger shape if this one is not known.
+            in the grid; "raised" to the bytes of a larger shape, or to `MAX_BYTES`, elsewhere.
         """
         shapes, _ = self._shapes(n, padded_size)
         if (shapes[0, 1:] < self.smallest).any() or (shapes[0, 1:] > self.largest).any():

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torchbudget.cost.expressions import Expressions, Node, UntraceableError
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
 
 # Results of a piece for a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
@@ -75,21 +76,21 @@ class Piece:
             raise CostError("a piece refers to an expression that it does not have")
 
     def bytes_at(self, shapes: npt.ArrayLike) -> IntArray:
-        """The traced peak at each shape, `(S, d)`: shape `(S,)`."""
+        """The traced peak at each shape, `(S, 1 + d)`: shape `(S,)`."""
         peaks: IntArray = self._totals(shapes).max(axis=0)
         return peaks
 
     def kept(self, shapes: npt.ArrayLike) -> Piece:
-        """The piece with only those sums that are the peak at one of some shapes, `(S, d)`."""
+        """The piece with only those sums that are the peak at one of some shapes, `(S, 1 + d)`."""
         return replace(self, sums=tuple(self.sums[k] for k in np.unique(self.tops(shapes))))
 
     def tops(self, shapes: npt.ArrayLike) -> IntArray:
-        """Which sum is the peak at each shape, `(S, d)`: shape `(S,)`."""
+        """Which sum is the peak at each shape, `(S, 1 + d)`: shape `(S,)`."""
         tops: IntArray = self._totals(shapes).argmax(axis=0)
         return tops
 
     def _totals(self, shapes: npt.ArrayLike) -> IntArray:
-        """Each sum at each shape, `(S, d)`: shape `(sums, S)`."""
+        """Each sum at each shape, `(S, 1 + d)`: shape `(sums, S)`."""
         return np.array(self.expressions.evaluate(shapes, self.sums), np.int64)
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -108,7 +109,7 @@ class Piece:
         return held
 
     def in_n(self, sizes: npt.NDArray[Any]) -> FloatArray:
-        """Each sum as a polynomial in n that is nowhere smaller, for each of `sizes`, `(S, d - 1)`.
+        """Each sum as a polynomial in n that is nowhere smaller, for each of `sizes`, `(S, d)`.
 
         Returns:
             Coefficients of n⁰, n¹ and n², shape `(sums, 3, S)`.
@@ -125,12 +126,12 @@ class Trace:
     """The storages of two steps, and the shapes with this sequence of allocations and frees.
 
     Attributes:
-        base: their conditions, without a sum.
+        base: their conditions and floating-point operations: a piece without sums.
         sizes: expressions of the different bytes that storages take.
         events: the storage size of each event, an index of `sizes`.
         signs: +1 if a storage was allocated, −1 if it was freed.
         made: for each event, the one that allocated its storage.
-        starts: the event at which the second step begins, and the number of events.
+        starts: the number of events up to the end of the first step, and of the second.
         assumed: how often the step branched on a value of a tensor, taken as `False`.
         seconds: of computing that it took.
     """
@@ -145,12 +146,12 @@ class Trace:
     seconds: float = 0.0
 
     def living(self, shapes: npt.ArrayLike) -> IntArray:
-        """Bytes that live after each event at each shape, `(S, d)`: shape `(events, S)`."""
+        """Bytes that live after each event at each shape, `(S, 1 + d)`: shape `(events, S)`."""
         sizes = np.array(self.base.expressions.evaluate(shapes, self.sizes), np.int64)
         return np.cumsum(sizes[self.events] * self.signs[:, None], axis=0)
 
     def peaks(self, shapes: npt.ArrayLike) -> IntArray:
-        """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
+        """The larger peak of both steps at each shape, `(S, 1 + d)`: shape `(S,)`."""
         peaks: IntArray = self.living(shapes).max(axis=0)
         return peaks
 
@@ -169,7 +170,7 @@ class Trace:
         return found
 
     def piece(self, shapes: npt.ArrayLike) -> Piece:
-        """Keep the running sums that are the peak at one of many shapes, `(S, d)`."""
+        """Keep the running sums that are the peak at one of many shapes, `(S, 1 + d)`."""
         each = np.eye(len(self.sizes))[self.events] * self.signs[:, None]
         counts = each.cumsum(axis=0)[self.signs > 0]
         expressions = Expressions.of(self.base.nodes)
@@ -180,7 +181,7 @@ class Trace:
 def _peaks(
     expressions: Expressions, sizes: Sequence[int], counts: npt.NDArray[Any], shapes: npt.ArrayLike
 ) -> set[int]:
-    """The running sums that are the peak at one of many shapes, `(S, d)`.
+    """The running sums that are the peak at one of many shapes, `(S, 1 + d)`.
 
     Args:
         expressions: to which they are added.
@@ -214,15 +215,15 @@ def joined(one: Trace, other: Trace) -> Trace:
 
 
 def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> Piece:
-    """A loop of any number of turns, from traces of two numbers of them.
+    """The piece of a loop with any number of turns, from traces with two numbers of turns.
 
     All events of the first trace are found in the second one, which has more turns somewhere
-    between them. Numbers that differ, in expressions and of storages, grow as much in each turn.
+    between them. Numbers that differ, in expressions and of storages, grow equally in each turn.
 
     Args:
         one: with the fewer turns.
         other: with more turns.
-        shapes: of which each has its peak among the sums that are kept, `(S, d)`.
+        shapes: of which each has its peak among the sums that are kept, `(S, 1 + d)`.
 
     Raises:
         UntraceableError: the traces differ in another way.
@@ -260,10 +261,10 @@ def _placed(one: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _places(one: IntArray, other: IntArray) -> IntArray:
-    """The place of each item of an array in one that has further items, as late as possible.
+    """The place of each item of an array in the other one; only where they differ, it skips some.
 
     Raises:
-        UntraceableError: they are not all in it.
+        UntraceableError: the other one has not all of them, in this order.
     """
     places, at, more = np.zeros_like(one), 0, len(other) - len(one)
     for k, item in enumerate(one.tolist()):
@@ -308,7 +309,7 @@ class _Turns:
         self._more = second - self._first
 
     def of(self, at: int, its: int) -> int:
-        """The expression that is one in the first trace, and another in the second."""
+        """The joined expression of two: of the first trace, and of the second."""
         mine, others = self._one.base.expressions, self._other.base.expressions
         if mine.form(at) != others.form(its):
             raise UntraceableError("the traces have other expressions")
@@ -346,7 +347,7 @@ class _Turns:
         return replace(mine, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
 
     def sums(self, places: IntArray, shapes: npt.ArrayLike) -> set[int]:
-        """The running sums that are the peak at one of many shapes, `(S, d)`.
+        """The running sums that are the peak at one of many shapes, `(S, 1 + d)`.
 
         Args:
             places: for each event of the first trace, the one of the second.
@@ -374,7 +375,7 @@ class _Turns:
 
 
 def first_held(pieces: Sequence[Piece], shapes: IntArray) -> tuple[IntArray, npt.NDArray[np.int8]]:
-    """The first piece that holds at each shape, else their number, and how it holds: `(S,)`."""
+    """The index of the first piece that holds at each shape, or `len(pieces)`; how it holds."""
     owners = np.full(len(shapes), len(pieces))
     how = np.full(len(shapes), NOT_HELD, np.int8)
     for at in reversed(range(len(pieces))):
@@ -397,6 +398,7 @@ class Grid:
             measured. Columns are in the order of `itertools.product(*sizes)`.
         values: bytes at each of these numbers.
         ends: the largest number of samples at which bytes are known, in each column.
+        reached: the most bytes that were measured; larger batches are not known.
         raised: the share by which bytes are raised, for the largest error on other shapes.
     """
 
@@ -404,6 +406,7 @@ class Grid:
     numbers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]
     ends: tuple[int, ...]
+    reached: int = MAX_BYTES
     raised: float = 0.0
 
     @property
@@ -415,10 +418,10 @@ class Grid:
         """The grid of bytes above the floor."""
         floor = self.floor
         values = tuple(tuple(one - floor for one in column) for column in self.values)
-        return replace(self, values=values)
+        return replace(self, values=values, reached=MAX_BYTES)
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
-        """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² if nothing was measured."""
+        """Bytes at each shape, `(S, 1 + d)`: shape `(S,)`; 2⁶² if nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         area = shapes[:, 0] * self._areas(shapes[:, 1:])
         total = np.zeros(len(shapes))

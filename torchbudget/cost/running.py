@@ -50,7 +50,7 @@ _SEEN_BYTES: Final = 2**24
 # and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
 _LINEAR: Final = 1.15
 _MOST_CLIMBS: Final = 20  # runs of a size: routed experts took 8
-# Sizes of one axis, and of two, that are run without a trace. With five sizes of routed experts,
+# Sizes on each of one or two axes that are run without a trace. With five sizes of routed experts,
 # other runs were off by 0.4 %, and with six by 0.7 %; five took 20 s of computing instead of 25.
 _BLIND_SIZES: Final = {1: 5, 2: 4}
 
@@ -252,10 +252,9 @@ class _Runs:
         self._reach_for(largest)
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
         self._reach_for(domain.between(short), held_out=True)
-        # On the CPU, runs that fill the budget take most of the time: no more if all agree. On
-        # CUDA, the shapes that take turns show the gaps between blocks.
-        agree = self.runner.memory is None and len(self.probes) == _AGREEING
-        if not agree or max(map(abs, self._fitted().errors())) >= _LEAST_MARGIN:
+        # On the CPU, runs that fill the budget take most of the time: no more if these agree.
+        suffice = self.runner.memory is None and len(self.probes) == _AGREEING
+        if not suffice or max(map(abs, self._fitted().errors())) >= _LEAST_MARGIN:
             self._reach_for(smallest)
             self._reach_for(middle)
             self._reach_for(domain.between(long), held_out=True)
@@ -269,7 +268,7 @@ class _Runs:
         return replace(self.known, offset=offset, scale=scale, probes=tuple(self.probes))
 
     def _margin(self, cost: MeasuredCost, least: float) -> float:
-        """Twice the worst underestimate of any run."""
+        """Twice the worst underestimate of any run, but at least some bytes and a share."""
         worst = max(0.0, *(1 / (1 + error) - 1 for error in cost.errors()))
         return max(least, _DRIFT_BYTES / self.room, 2 * worst)
 
@@ -278,7 +277,7 @@ class _Runs:
 
         It is as steep as the largest run of any size rose from the first: smaller runs show what is
         fixed, rather than what grows. A scale is below 1 only if two later runs of one size rose so
-        little, too: a kernel does not touch all that it allocates (0.6 in an LSTM). Of the first
+        little, too: a kernel does not touch all that it allocates (0.6 in an LSTM). In the first
         run alone, garbage may be the reason.
         """
         peaks = np.array([probe.peak_bytes for probe in probes], float)
@@ -370,7 +369,7 @@ class _Runs:
         """Run ever larger batches of several sizes, until the budget is nearly filled.
 
         The number of samples grows by a bound that is quadratic in it, until three runs are linear.
-        A size is begun if the one before bounds its first sample by the square of their ratio.
+        A size is begun if an earlier run bounds its first sample, by the square of their ratio.
         """
         domain = self.subject.domain
         count = _BLIND_SIZES.get(domain.axes, 2)
@@ -415,10 +414,11 @@ class _Runs:
     def _next(self, runs: Sequence[Probe], target: int) -> int:
         """The most samples that cannot need more than the target, judged by runs of this size.
 
-        Bytes are taken to grow as n², until three runs have shown that they are nearly linear.
+        Bytes are taken to grow as n², until three runs have shown that they are nearly linear; but
+        as n from one to two of the smallest samples, of which a floor may hide the bytes.
         """
         last = runs[-1]
-        if self._is_linear(runs):  # through all three, or on along the first line if they bend down
+        if self._is_linear(runs):  # a parabola of all three, or a line if they bend down
             left = max(target - last.peak_bytes, 0)
             before, slope = map(_slope, runs[-3:], runs[-2:])
             square = max(slope - before, 0.0) / (last.n - runs[-3].n)
@@ -426,7 +426,7 @@ class _Runs:
             slope += square * (last.n - runs[-2].n)
             return int(last.n + 2 * left / (slope + math.sqrt(slope**2 + 4 * square * left)))
         most = last.n**2 + (target - last.peak_bytes) / self._square(runs)
-        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if len(runs) == 1 else 0)
+        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if last is self.probes[0] else 0)
 
     def _square(self, runs: Sequence[Probe]) -> float:
         """The bytes that each unit of n² added between the last two runs.
@@ -453,23 +453,19 @@ class _Runs:
         sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
         most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
-        columns, ends = [], []
+        columns, ends = [], []  # a size whose runs were linear continues by its own slope
         for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             n = [0, *(probe.n for probe in runs)]
             peaks = np.maximum.accumulate([floor, *(probe.peak_bytes for probe in runs)]).tolist()
             ends.append(most)
-            if runs:  # up to the most bytes of any run
-                left = reached - peaks[-1]
-                if not self._is_linear(runs):  # and twice as many, by the bound of the climb
-                    peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
-                    ends[-1] = 2 * n[-1]
-                    n.append(2 * n[-1])
-                slope = (peaks[-1] - peaks[-2]) / (n[-1] - n[-2])
-                ends[-1] = min(ends[-1], runs[-1].n + int(left / max(slope, 1e-9)))
+            if runs and not self._is_linear(runs):  # up to twice as many, by the bound of the climb
+                peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
+                n.append(2 * n[-1])
+                ends[-1] = n[-1]
             columns.append((tuple(n), tuple(map(float, peaks))) if runs else ((), ()))
         numbers, values = zip(*columns, strict=True)
-        grid = Grid(tuple(sizes), numbers, values, tuple(ends))
+        grid = Grid(tuple(sizes), numbers, values, tuple(ends), reached)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),
@@ -510,7 +506,7 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
             shapes = [(one, size) for one, size in zip(n.tolist(), sizes, strict=True) if one]
             with suppress(ProbeOutOfMemoryError):
                 together = runner.peak_of(shapes)
-                if not together.retries:  # gaps that were closed by flushing, at the limit
+                if not together.retries:  # after one, the cache was flushed: try a smaller share
                     predicted = int(cost.batch_bytes(n, asked).max())
                     reserve = max(room - room * predicted // max(together.bytes, 1), 0)
                     break

@@ -27,8 +27,8 @@ from torchbudget.units import MAX_BYTES
 # size, as in chunks, may be higher between two of them than at both.
 _MOST_SIZES: Final = 2**16
 _OF_MANY_AXES: Final = 2**18
-# Rows begin here, and where another piece does: at one number in between, of some sizes. A piece
-# that holds at the last one holds for every n.
+# Rows begin at these numbers of samples, and at one in between if another piece begins there at one
+# of some sizes. A piece that holds at `_ANY_N` is taken to hold for every larger n.
 _STARTS: Final = tuple(sorted({round(2 ** (k / 4)) for k in range(81)}))
 _SOME: Final = 64
 _ANY_N: Final = 2 * _STARTS[-1]
@@ -37,7 +37,7 @@ _LARGE: Final = 2**62  # bytes from here on count as too many for any budget
 
 
 def levels_of(smallest: int, largest: int, multiple: int, axes: int) -> IntArray:
-    """The sizes of one axis that a table of several axes has."""
+    """The sizes on one axis that a table of so many axes has."""
     most = int((_MOST_SIZES if axes < 3 else _OF_MANY_AXES) ** (1 / axes))
     every = np.arange(smallest, largest + multiple, multiple, dtype=np.int64)
     if len(every) > most:
@@ -75,15 +75,15 @@ class Surface:
         grid: Grid | None,
         *,
         empty: int,
-        offset: float = 0.0,
-        scale: float = 1.0,
+        offset: float,
+        scale: float,
     ) -> Surface:
         """The table of pieces where they hold, and of a grid elsewhere.
 
         Args:
             levels: the sizes of the table, for each axis.
             pieces: of which the first one counts that holds.
-            grid: for shapes that no piece holds; `None`: there is none, and nothing is known there.
+            grid: for shapes that no piece holds; `None`: they cost as much as a larger held shape.
             empty: traced bytes of a batch without samples.
             offset: bytes beside the traced ones.
             scale: of the traced bytes.
@@ -98,7 +98,7 @@ class Surface:
             owner = _filled(owner.reshape(-1, len(points)), len(pieces)).reshape(owner.shape)
             two = (owner[starts == 2] < len(pieces)).all(axis=(0, 1))
             every = np.arange(len(points)).reshape(shape)
-            # Of a size without a piece, those of the next larger one that has one.
+            # A size without a piece takes those of the next larger size that has one.
             places = np.where(two.reshape(shape), every, -1)
             for axis in range(len(shape)):
                 places = _filled(places.swapaxes(0, axis), -1).swapaxes(0, axis)
@@ -131,7 +131,7 @@ class Surface:
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
         rows = np.clip(np.ceil(rows), _NOTHING, _LARGE).astype(np.int64)
-        return cls(
+        surface = cls(
             tuple(levels),
             np.array([start for start, *_ in found], np.int64),
             np.array([end for _, end, _ in found], np.int64),
@@ -139,6 +139,11 @@ class Surface:
             most.ravel(),
             floor,
         ).pruned()
+        if grid is None or grid.reached == MAX_BYTES:
+            return surface
+        # Bytes of each sample have been rounded up.
+        fitting = surface.capacities(int(grid.reached * scale + offset) + max(grid.ends) + 1)
+        return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
         """Without rows that another one is nowhere below."""
@@ -157,7 +162,7 @@ class Surface:
         return replace(self, starts=starts, ends=ends, rows=rows)
 
     def place(self, padded_size: ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """The column of each size, rounded up, and which sizes are above all, of shape `(…)`.
+        """The column of each size, rounded up, and which are beyond the largest, of shape `(…)`.
 
         Raises:
             CostError: the sizes have another number of axes.
@@ -234,7 +239,7 @@ def _same_intervals(active: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def moved(rows: npt.NDArray[Any], by: int) -> npt.NDArray[np.float64]:
-    """The coefficients of a polynomial, `(3, …)`, where n counts from so many more samples."""
+    """The coefficients, `(3, …)`, of the same polynomial in n − `by`."""
     constant, each, square = rows.astype(float)
     return np.stack([constant + by * (each + by * square), each + 2 * by * square, square])
 
