@@ -36,6 +36,7 @@ _DRAWN: Final = 400
 # more are traced: every shape may have a trace of its own.
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
+_MOST_PIECES: Final = 8
 # Of computing for pieces: then, no further failed conditions are tested.
 _MOST_SECONDS: Final = 60.0
 # Most samples in traces that are compared; with a budget, more if they fit.
@@ -145,7 +146,9 @@ class Covering:
         sizes = np.unique(shapes[:, 1:], axis=0)
         some = sizes[np.linspace(0, len(sizes) - 1, _SOME).astype(int)]
         limit = self.subject.domain.axes * self._limit(self.subject.domain.between(0.0))
-        while poor < _MOST_POOR and not self._is_covered(left):
+        while not self._is_covered(left):
+            if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
+                return
             few = left & (longer <= _FEW)
             inside = np.flatnonzero(few if few.any() else left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
