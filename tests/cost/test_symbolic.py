@@ -392,7 +392,7 @@ def of_levels(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     "forward",
     [
         *(of_slices, over_the_length, of_a_cell, of_chunks),
-        pytest.param(of_levels, marks=pytest.mark.slow),
+        pytest.param(of_levels, marks=pytest.mark.nightly),
     ],
 )
 def test_loops(forward: Any) -> None:
