@@ -106,7 +106,8 @@ def measure_cost(
             that of `sizes`, else 1/64 of the largest size.
         sizes: sizes of the data set, shape `(N,)` or `(N, d)`. Steps are then measured at sizes
             that occur.
-        budget: the device's bytes, which no run may exceed; needed unless `method="trace"`.
+        budget: the device's bytes, which no run may exceed; needed unless `method="trace"`. Without
+            a trace, two of the smallest samples are run if twice the bytes of one fit.
         method: "trace", "run" or "auto". If a step cannot be traced, "auto" only runs it.
         device: the device of the parameters; if given, it is checked. With `method="trace"` and
             parameters on the CPU, `"cuda"` predicts the cost on CUDA.
