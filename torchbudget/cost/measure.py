@@ -34,6 +34,7 @@ from torchbudget.cost.running import (
 )
 from torchbudget.cost.subject import BatchError, Domain, Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.dtensors import part_bytes
 from torchbudget.errors import CostError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
@@ -210,8 +211,8 @@ def still_holds(
 
 def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:
     """Bytes in every peak, by name."""
-    parameters = sum(p.nbytes for p in state.parameters())
-    gradients = sum(p.nbytes for p in state.parameters() if p.requires_grad)
+    parameters = sum(part_bytes(p) for p in state.parameters())
+    gradients = sum(part_bytes(p) for p in state.parameters() if p.requires_grad)
     rest = max(cost.empty - parameters, 0) if cost.pieces else 0
     return {
         "parameters": parameters,
@@ -309,7 +310,7 @@ def _beside_tensors(subject: Subject) -> int:
         return 0
     from torch.export import _trace  # noqa: F401  # the first symbol imports it: 32 MiB, which stay
 
-    own = sum(tensor.nbytes for tensor in subject.state.tensors())
+    own = sum(part_bytes(tensor) for tensor in subject.state.tensors())
     beside = max(process_memory().resident_bytes - own, 0)
     return -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
 

@@ -212,6 +212,7 @@ class StepRunner:
                 self._wait()
                 seconds = time.perf_counter() - start_s
                 del batch, result
+        peak.bytes -= self._state.replaced_bytes()
         return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
 
     def _wait(self) -> None:

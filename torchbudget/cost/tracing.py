@@ -46,6 +46,7 @@ from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
 from torchbudget.cost.pieces import Piece, Trace
 from torchbudget.cost.step_checks import StepChecks
+from torchbudget.dtensors import plain_parts
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState, reachable
 
@@ -182,7 +183,7 @@ class Tracer:
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
                 for tensor in self._state.tensors():
-                    counter.stand_in(tensor)
+                    counter.arrive([tensor])
             except Exception as error:  # fake tensors do not support every layout
                 where = self._checks.name_of(tensor)
                 raise CostError(f"{where} cannot be traced: {error}") from error
@@ -193,9 +194,8 @@ class Tracer:
                 # A symbolic batch is not searched: its symbols refer to the shape environment.
                 found = reachable(batch) if counter.env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
-                counter.arrive(tensors)  # NumPy arrays become tensors when they are used
                 try:
-                    self._run(batch, counter)
+                    self._run(batch, tensors, counter)
                 finally:
                     counter.leave(tensors)
                 del batch, found, tensors
@@ -203,13 +203,15 @@ class Tracer:
             del buckets
         return starts[0], starts[1]
 
-    def _run(self, batch: Any, counter: _Counter) -> None:
+    def _run(self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter) -> None:
         try:
+            counter.arrive(tensors)  # NumPy arrays become tensors when they are used
             with ExitStack() as stack:
                 if self._complete:
                     stack.enter_context(self._checks.checked())
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
+                stack.enter_context(counter.assigning())
                 if counter.env is not None:
                     stack.enter_context(mended(counter.env))
                 self._step(batch)
@@ -286,6 +288,11 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     return int(tracer.concrete((1, 1)).peaks([(1, 1)])[0])
 
 
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class consist of tensors, as `plain_parts` finds them."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 class _Fakes(FakeTensorMode):
     """Fake tensors that remember what was computed from Python's numbers alone."""
 
@@ -358,10 +365,12 @@ class _Counter(TorchDispatchMode):
         return Trace(base, blocks, np.array(events, np.int64), signs, made, starts, self.assumed)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a fake tensor's storage until it is freed."""
-        if tensor.device.type != self._device:
-            return
-        storage = tensor.untyped_storage()
+        """Count the storages of a fake tensor until each is freed."""
+        if tensor.device.type == self._device:
+            for part in plain_parts(tensor):
+                self._count_storage(part.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self._living:
             return
@@ -394,19 +403,34 @@ class _Counter(TorchDispatchMode):
         self.count(buckets)
         return buckets
 
-    def arrive(self, batch: Iterable[torch.Tensor]) -> None:
-        """Count the tensors of a batch, which are there from the beginning, even if used late."""
-        for one in batch:
-            self.count(self.stand_in(one))
+    def arrive(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that are there from the beginning, even if they are used late."""
+        for one in tensors:
+            # Operations on a wrapper arrive as operations on the tensors in it.
+            for part in plain_parts(one) if _is_wrapper(type(one)) else [one]:
+                self.count(self.stand_in(part))
 
     def leave(self, batch: Iterable[torch.Tensor]) -> None:
         """Drop the fakes of a batch."""
         for one in batch:
-            self._stand_ins.pop(one, None)
+            for part in plain_parts(one) if _is_wrapper(type(one)) else [one]:
+                self._stand_ins.pop(part, None)
+
+    @contextmanager
+    def assigning(self) -> Iterator[None]:
+        """Let `tensor.data` read and write the fake of a real tensor, which stays as it is."""
+        own: Any = torch.Tensor.data
+
+        def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            own.__set__(self.stand_in(tensor), self.stand_in(value))
+
+        data = property(lambda tensor: own.__get__(self.stand_in(tensor)), write)
+        with patch.object(torch.Tensor, "data", data):
+            yield
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, which counts as long as the real one lives."""
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) or _is_wrapper(type(tensor)):
             return tensor
         fake: torch.Tensor | None = self._stand_ins.get(tensor)
         if fake is None:
@@ -419,6 +443,8 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:
             return func(*args)
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # its own operations on the tensors in it will arrive
         if time.process_time() > self._until:
             raise UntraceableError("a trace takes too long: does the step loop?")
         if func is _ITEM:
@@ -444,7 +470,8 @@ class _Counter(TorchDispatchMode):
             self.count(one)
         if func not in self._apart:
             # A cache would turn a tensor that is returned twice into two tensors.
-            storages = [one.untyped_storage()._cdata for one in leaves]
+            parts = [part for one in leaves for part in plain_parts(one)]
+            storages = [part.untyped_storage()._cdata for part in parts]
             self._apart[func] = len(set(storages)) == len(storages)
         formula = self._formulas.get(func._overloadpacket)
         if formula is not None:
