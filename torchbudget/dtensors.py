@@ -45,11 +45,11 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     They are those that a wrapper names in `__tensor_flatten__`, as DTensors, jagged and quantized
     tensors do, and the indices and values of a sparse tensor.
     """
+    one: Any = tensor
     if tensor.layout in SPARSE:
-        parts = [getattr(tensor, name)() for name in SPARSE[tensor.layout]]
-    elif is_traceable_wrapper_subclass(tensor):
-        inner: Any = tensor
-        parts = [getattr(inner, name) for name in inner.__tensor_flatten__()[0]]
+        parts = [getattr(one, name)() for name in SPARSE[tensor.layout]]
+    elif is_traceable_wrapper_subclass(one):
+        parts = [getattr(one, name) for name in one.__tensor_flatten__()[0]]
     else:
         return [tensor]
     return [plain for part in parts for plain in plain_parts(part)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import random
 import shutil
 import tempfile
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from torchbudget.dtensors import SPARSE, plain_parts
+from torchbudget.dtensors import SPARSE, part_bytes, plain_parts
 from torchbudget.errors import CostError
-from torchbudget.random_state import RandomState
+from torchbudget.random_state import RandomState, reseed_outside_torch, states_outside_torch
 from torchbudget.units import format_bytes
 
 # Deep enough for a trainer with a context with a model.
@@ -42,7 +43,7 @@ _HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS: Final = (dict, list, set, deque)
 _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
-_NOT_SEARCHED: Final = (types.ModuleType, type, logging.Logger, torch.Tensor)
+_NOT_SEARCHED: Final = (types.ModuleType, type, logging.Logger)
 _DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
 
 
@@ -52,6 +53,12 @@ class AccumulatesGradients(Protocol):
 
     def single_steps(self) -> AbstractContextManager[None]:
         """Make each micro-batch inside a step of its own, and forget all of them at the end."""
+
+    def no_steps(self) -> AbstractContextManager[None]:
+        """Let no micro-batch inside end a step, and forget all of them at the end."""
+
+    def has_several(self) -> bool:
+        """Return whether steps have several micro-batches."""
 
 
 _measurements = 0  # that are in progress
@@ -108,6 +115,8 @@ def _references(one: Any) -> list[Any]:
     if isinstance(one, _NOT_SEARCHED):
         return []
     attributes = getattr(one, "__dict__", {})
+    if isinstance(one, torch.Tensor):  # such as `grad_sample` of a parameter
+        return [value for value in attributes.values() if isinstance(value, torch.Tensor)]
     if isinstance(one, torch.optim.Optimizer):  # which may wrap another one
         return [value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)]
     if isinstance(one, _DATA):
@@ -212,6 +221,8 @@ class TrainingState:
         self._slotted = [one for one in found if not _is_of_torch(one) and _slots_of(one)]
         self._generators = [one for one in found if isinstance(one, _GENERATORS)]
         self._functions = [one for one in found if isinstance(one, types.FunctionType)]
+        self._others = [one for one in self._generators if not isinstance(one, torch.Generator)]
+        self._of_helpers: list[tuple[Any, Any]] = []  # containers of `_helpers`, with their items
         self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tensors that are restored
 
     def parts(self) -> Iterator[nn.Module]:
@@ -233,16 +244,54 @@ class TrainingState:
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
+    @contextmanager
+    def modes_kept(self) -> Iterator[None]:
+        """Put all modules back into the training or evaluation mode that they are in."""
+        modes = [(part, part.training) for part in self.parts()]
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+
+    def rewind(self) -> None:
+        """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
+        for container, items in self._of_helpers:
+            _refill(container, items)
+
+    def draws(self) -> bytes:
+        """The states of all generators but torch's, whose draws a trace cannot follow."""
+        return states_outside_torch(self._others)
+
+    def reseed(self, seed: int) -> None:
+        """Give all generators but torch's another state; `restored` restores them."""
+        reseed_outside_torch(self._others, seed)
+
     def replaced_bytes(self) -> int:
         """Bytes that are kept only to be restored, since the step gave tensors other storages."""
         now = {part.untyped_storage()._cdata for one, _ in self._aliases for part in _strided(one)}
         kept = (part.untyped_storage() for _, alias in self._aliases for part in _strided(alias))
         return sum({one._cdata: one.nbytes() for one in kept if one._cdata not in now}.values())
 
+    def bytes_by_kind(self) -> Counter[str]:
+        """Bytes of all tensors but dense gradients; a graph that gradients keep has infinitely many."""
+        found: Counter[str] = Counter()
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        for gradient in gradients:
+            if gradient.layout in SPARSE:
+                found["sparse gradients"] += part_bytes(gradient)
+            if gradient.grad_fn is not None:
+                found["gradients that keep their graph, by create_graph=True"] = math.inf
+        others = {id(one): one for one in [*self.tensors(), *self._loose]}
+        for gradient in gradients:
+            others.pop(id(gradient), None)
+        found["tensors in attributes, lists or closures"] = sum(map(part_bytes, others.values()))
+        return found
+
     def _saved(self) -> list[tuple[Any, Any]]:
         """All containers of modules, optimizers and helpers, each with a shallow copy."""
-        owners = [*self.parts(), *self.optimizers, *self._helpers]
-        return [saved for one in owners for saved in _nested_copies(vars(one))]
+        # Parameters may have attributes, such as gradients of each sample.
+        return _copies_of([*self.parts(), *self.parameters(), *self.optimizers, *self._helpers])
 
     @property
     def device(self) -> torch.device:
@@ -275,6 +324,7 @@ class TrainingState:
         flags = [(one, one.requires_grad) for one in tensors if one.is_leaf]
         # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
         self._aliases = [(one, one.detach()) for one in tensors]
+        self._of_helpers = _copies_of(self._helpers)
         gradients = [(p, p.grad) for p in self.parameters()]
         always = self._saved()
         users = [(one, copy.copy(one)) for one in self._containers]
@@ -334,7 +384,13 @@ def _measuring() -> Iterator[None]:
 def _place_of(tensor: torch.Tensor) -> list[Any]:
     """Where the elements of a tensor are, and how they are arranged."""
     return [
-        (part.untyped_storage()._cdata, part.storage_offset(), part.shape, part.stride(), part.dtype)
+        (
+            part.untyped_storage()._cdata,
+            part.storage_offset(),
+            part.shape,
+            part.stride(),
+            part.dtype,
+        )
         for part in _strided(tensor)
     ]
 
@@ -362,6 +418,10 @@ def is_compiled(one: object) -> bool:
 def _own_containers(owner: object) -> list[Any]:
     attributes = getattr(owner, "__dict__", {})
     return [attributes, *(one for one in attributes.values() if isinstance(one, _CONTAINERS))]
+
+
+def _copies_of(owners: Sequence[object]) -> list[tuple[Any, Any]]:
+    return [saved for one in owners for saved in _nested_copies(vars(one))]
 
 
 def _nested_copies(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:

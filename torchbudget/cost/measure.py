@@ -159,6 +159,7 @@ def measure_cost(
         subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
+        stack.enter_context(state.modes_kept())
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False, delay_s=0)
         )
@@ -275,6 +276,9 @@ def _traced(subject: Subject, room: float, seconds: float) -> MeasuredCost:
     tracer = Tracer(
         subject.step, subject.batch, subject.state, checks=subject.checks, target=subject.target
     )
+    largest = domain.occurring((1, *domain.between(1.0)))
+    subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
+    subject.check_left(tracer.left)
     covering = Covering(subject, tracer, room, seconds)
     covering.cover()
     return MeasuredCost(

@@ -12,6 +12,7 @@ import gc
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -67,8 +68,22 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 _REMEMBERED: Final = 8
 
 
+_INTEGERS: Final = (
+    "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a shape or a "
+    "loop count, and a trace has no values; take it from a shape, or use "
+    "measure_cost(method='run')"
+)
+
+
+_DRAWS: Final = (
+    "the step's memory depends on draws of a generator outside torch, as of random or "
+    "numpy.random: let it make the choice that needs the most memory while "
+    "torchbudget.is_measuring()"
+)
+
+
 class ValueDependentError(CostError):
-    """The step's allocations depend on the values of tensors, not only on their shapes."""
+    """The step's allocations depend on values of tensors or on draws, not only on shapes."""
 
 
 class Tracer:
@@ -164,22 +179,46 @@ class Tracer:
         for integer in (1, 2):
             until = begun + most_seconds
             counter = _Counter(self._state.device, self._target, env, integer, until)
-            starts = self._two_steps(batch_of, counter)
-            traces.append(counter.trace(symbols, shape, starts))
-            if not counter.integers:
+            seed = None if integer == 1 else math.prod(shape) % 2**32
+            with self._stepping(batch_of, counter, steps=2, seed=seed) as starts:
+                pass
+            traces.append(counter.trace(symbols, shape, (starts[0], starts[1])))
+            if not counter.integers and not counter.drew:
                 break
         first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
         if not np.array_equal(first, last):
-            raise ValueDependentError(
-                "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a "
-                "shape or a loop count, and a trace has no values; take it from a shape, or use "
-                "measure_cost(method='run')"
-            )
+            raise ValueDependentError(_DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def _two_steps(self, batch_of: Callable[[_Counter], Any], counter: _Counter) -> tuple[int, int]:
-        """Run two steps; how many events there are after each."""
-        with self._undisturbed():
+    def left(self, shape: Shape) -> Counter[str]:
+        """Bytes of fake tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
+        counter = _Counter(self._state.device, self._target, None, 1, math.inf)
+        with self._stepping(lambda _: self._make(shape), counter, steps=0):
+            return TrainingState(self._step).bytes_by_kind()
+
+    @contextmanager
+    def _stepping(
+        self,
+        batch_of: Callable[[_Counter], Any],
+        counter: _Counter,
+        *,
+        steps: int,
+        seed: int | None = None,
+    ) -> Iterator[list[int]]:
+        """Run some steps, and what follows with their fakes; yield the events after each step.
+
+        Args:
+            batch_of: makes the batch of each step.
+            counter: counts their storages.
+            steps: number of them; 0: one micro-batch that does not end its step.
+            seed: of the generators that are not torch's; `None`: they go on from their states.
+        """
+        with self._undisturbed(), ExitStack() as stack:
+            if seed is not None:
+                self._state.reseed(seed)
+            for accumulator in self._state.accumulators if not steps else ():
+                stack.enter_context(accumulator.no_steps())
+            before = self._state.draws()
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
                 for tensor in self._state.tensors():
@@ -188,26 +227,30 @@ class Tracer:
                 where = self._checks.name_of(tensor)
                 raise CostError(f"{where} cannot be traced: {error}") from error
             starts = []
-            for _ in range(2):
+            for _ in range(max(steps, 1)):
                 counter.flops = 0
+                self._state.rewind()
                 batch = batch_of(counter)
                 # A symbolic batch is not searched: its symbols refer to the shape environment.
                 found = reachable(batch) if counter.env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
                 try:
-                    self._run(batch, tensors, counter)
+                    self._run(batch, tensors, counter, complete=self._complete and steps > 0)
                 finally:
                     counter.leave(tensors)
                 del batch, found, tensors
                 starts.append(len(counter.events))
+            counter.drew = self._state.draws() != before
+            yield starts
             del buckets
-        return starts[0], starts[1]
 
-    def _run(self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter) -> None:
+    def _run(
+        self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter, *, complete: bool
+    ) -> None:
         try:
             counter.arrive(tensors)  # NumPy arrays become tensors when they are used
             with ExitStack() as stack:
-                if self._complete:
+                if complete:
                     stack.enter_context(self._checks.checked())
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
@@ -326,6 +369,7 @@ class _Counter(TorchDispatchMode):
         self.events: list[tuple[Any, int, int]] = []
         self.flops: Any = 0
         self.assumed = self.integers = 0
+        self.drew = False  # whether generators outside torch have moved
         self._living: dict[int, weakref.ref[Any]] = {}
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):

@@ -170,9 +170,24 @@ class GradAccumulator(AccumulatesGradients):
 
         Where steps have several, gradients stay allocated, as a later one of a step finds them.
         """
+        several = self.has_several()
+        with self._measured(micro_batches=1):
+            self._keeps_gradients = several
+            yield
+
+    def no_steps(self) -> AbstractContextManager[None]:
+        """Let no micro-batch inside end a step; all are forgotten at the end."""
+        return self._measured(micro_batches=None)
+
+    def has_several(self) -> bool:
+        """Return whether steps have several micro-batches."""
+        return self._boundary.has_several()
+
+    @contextmanager
+    def _measured(self, *, micro_batches: int | None) -> Iterator[None]:
         before = vars(self).copy()
-        self._keeps_gradients = self._boundary.has_several()
-        self._pending, self._boundary = Pending(), step_boundary_of(1, None, None, ranks=1)
+        self._pending = Pending()
+        self._boundary = step_boundary_of(micro_batches, None, None, ranks=1)
         try:
             with self._detector.muted():
                 yield
