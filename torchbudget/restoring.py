@@ -10,7 +10,7 @@ import random
 import shutil
 import tempfile
 import types
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -273,9 +273,9 @@ class TrainingState:
         kept = (part.untyped_storage() for _, alias in self._aliases for part in _strided(alias))
         return sum({one._cdata: one.nbytes() for one in kept if one._cdata not in now}.values())
 
-    def bytes_by_kind(self) -> Counter[str]:
-        """Bytes of all tensors but dense gradients; a graph that gradients keep has infinitely many."""
-        found: Counter[str] = Counter()
+    def bytes_by_kind(self) -> dict[str, float]:
+        """Bytes of all tensors but dense gradients; infinite for a graph that gradients keep."""
+        found = {"tensors in attributes, lists or closures": 0.0, "sparse gradients": 0.0}
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         for gradient in gradients:
             if gradient.layout in SPARSE:
@@ -285,7 +285,7 @@ class TrainingState:
         others = {id(one): one for one in [*self.tensors(), *self._loose]}
         for gradient in gradients:
             others.pop(id(gradient), None)
-        found["tensors in attributes, lists or closures"] = sum(map(part_bytes, others.values()))
+        found["tensors in attributes, lists or closures"] += sum(map(part_bytes, others.values()))
         return found
 
     def _saved(self) -> list[tuple[Any, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -159,7 +158,7 @@ class StepRunner:
         with suppress(ProbeOutOfMemoryError):
             self.peak_of([shape])
 
-    def left(self, shape: Shape) -> Counter[str]:
+    def left(self, shape: Shape) -> dict[str, float]:
         """Bytes of tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
         with ExitStack() as stack:
             for accumulator in self._state.accumulators:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -282,7 +281,7 @@ class Subject:
                     "model.train(), or with model.eval() if that is the mode to train in"
                 )
 
-    def check_left(self, left: Callable[[Shape], Counter[str]]) -> None:
+    def check_left(self, left: Callable[[Shape], dict[str, float]]) -> None:
         """Check that micro-batches leave nothing that grows with their samples until the step.
 
         Args:
@@ -296,7 +295,7 @@ class Subject:
         n, *size = self.domain.occurring((1, *self.domain.between(0.0)))
         few, many = left((n, *size)), left((2 * n, *size))
         # A graph has infinitely many bytes, whose difference is no number.
-        grown = [kind for kind in many if not many[kind] - few[kind] <= n * _LEFT_BYTES]
+        grown = [kind for kind in many if not many[kind] - few.get(kind, 0.0) <= n * _LEFT_BYTES]
         if grown:
             raise CostError(
                 f"each micro-batch leaves {' and '.join(grown)} until the optimizer's step, and "

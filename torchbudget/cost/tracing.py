@@ -12,7 +12,6 @@ import gc
 import math
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -190,7 +189,7 @@ class Tracer:
             raise ValueDependentError(_DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def left(self, shape: Shape) -> Counter[str]:
+    def left(self, shape: Shape) -> dict[str, float]:
         """Bytes of fake tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
         counter = _Counter(self._state.device, self._target, None, 1, math.inf)
         with self._stepping(lambda _: self._make(shape), counter, steps=0):
