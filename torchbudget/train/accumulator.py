@@ -282,7 +282,8 @@ class GradAccumulator(AccumulatesGradients):
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
-        scaled = loss if factor == 1 else loss * factor
+        # Whatever the weight is, a mean is multiplied: a trace does not know the weight.
+        scaled = loss * factor if self.mean or self._divisor != 1 else loss
         if self.optimizers.scaler is not None:
             scaled = self.optimizers.scaler.scale(scaled)
         with self.backward_runs():

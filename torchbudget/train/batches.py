@@ -98,13 +98,13 @@ class Replayed:
 
 
 def _rows(batch: Any) -> int:
-    lengths = {
+    lengths = [  # no set: in a trace they may be symbols, which have no hash
         len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
         for _, leaf in _named_leaves(batch)
         if leaf is not None
-    }
-    rows = lengths.pop() if len(lengths) == 1 else None
-    if rows is None:
+    ]
+    rows = lengths[0] if lengths else None
+    if rows is None or any(one is None or one != rows for one in lengths):
         raise OptionError(
             "the number of samples is unknown: the batch has no num_samples, and its tensors do "
             "not all have the same first axis; pass a batch of a torchbudget collate"
