@@ -40,6 +40,16 @@ def check_splittable(batch: Any) -> None:
         _rows(batch)
 
 
+def cuts_units(batch: Any, source: Any) -> bool:
+    """Whether `halves` may cut a unit that the source of the batch keeps in one micro-batch.
+
+    Only a batch type of the user's own knows units.
+    """
+    if not getattr(source, "keeps_units", False):
+        return False
+    return not isinstance(batch, SplittableBatch) or getattr(batch.split, "cuts_units", False)
+
+
 def halves(batch: Any) -> list[Any]:
     """Two batches of half the samples each, in order; the first has one more of an odd number."""
     if isinstance(batch, SplittableBatch):
