@@ -399,7 +399,7 @@ def check_weights(
         parts = [batch, *(halves(batch) if is_cut else [batch, batch])]
         losses = [loss(part) for part in parts]
         whole, first, second = found = [float(part) for part in losses]
-        total, *weights = map(weight, parts)
+        total, *weights = [float(weight(part)) for part in parts]
         # A loss of float64 may have sums in float32 in it, as label smoothing has.
         precision = max(torch.finfo(losses[0].dtype).eps, torch.finfo(torch.float32).eps)
     if losses[0].is_cuda and any(isinstance(part, _ConvNd) for part in model.modules()):
