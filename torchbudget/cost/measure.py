@@ -159,7 +159,7 @@ def measure_cost(
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
         subject.advance = stack.enter_context(
-            counting(unit="shapes", description="measuring", leave=False, delay_s=0)
+            counting(unit="shapes", description="measuring", leave=False)
         )
         cost = _measured(subject, method, room)
     for idle in subject.checks.idle_optimizers():
