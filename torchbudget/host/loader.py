@@ -101,13 +101,13 @@ def loader(
             Otherwise the step is measured, a line says why, and its cost is added to the file.
         device: as in `measure_cost`.
         num_workers: number of workers; with `host` bytes in the budget, the most workers.
-        packed: the collate concatenates samples, and the measured cost of a batch is a sum over
-            them. Default: true with a `PackCollate`; with another `collate_fn`, if two samples of
-            different sizes show it. Traces of the step on samples of different sizes check that the
-            cost is such a sum. If it is not, batches are planned as if padded, and a line says so;
-            with `packed=True` or a `PackCollate` an error is raised.
+        packed: whether the collate concatenates samples and neither it nor the step pads them. The
+            measured cost of a batch is then the sum over its samples: see `MeasuredCost.packed`.
+            Default: true with a `PackCollate`, and with a collate of your own whose batches of a
+            few samples show it, if the measured cost is such a sum. If only the cost is not, a line
+            says so, and batches are planned as if padded, which takes more of them.
         options: options of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`; and
-            of `DataLoader`: `pin_memory`, `worker_init_fn` and those of workers.
+            of `DataLoader`: `pin_memory`, `worker_init_fn`, and those of workers, if there are any.
 
     Raises:
         OptionError: an argument is invalid, or two arguments cannot be combined.
