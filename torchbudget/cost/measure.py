@@ -161,7 +161,7 @@ def measure_cost(
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
         stack.enter_context(state.modes_kept())
         subject.advance = stack.enter_context(
-            counting(unit="shapes", description="measuring", leave=False, delay_s=0)
+            counting(unit="shapes", description="measuring", leave=False)
         )
         cost = _measured(subject, method, room)
     for idle in subject.checks.idle_optimizers():
