@@ -26,6 +26,7 @@ from torchbudget.cost.as_on_cuda import (
 )
 from torchbudget.cost.covering import Covering
 from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.pieces import Probe
 from torchbudget.cost.running import (
     ProbeOutOfMemoryError,
     StepRunner,
@@ -177,16 +178,19 @@ def measure_cost(
     return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
 
 
-def still_holds(
+def why_not(
     cost: MeasuredCost,
     step: Callable[[Any], object],
     make_batch: Callable[[int, Any], Any],
     size: Sequence[int],
     room: int,
-) -> bool:
-    """Whether one real step, on the most samples of a size that fit, needs no more than predicted.
+) -> str:
+    """Return why a saved cost does not hold for a step any more; empty if it holds.
 
-    Everything that the step refers to is restored. Ranks that step together all call it.
+    Traces of a small, a middle and a large batch must have the bytes that they had, and one real
+    step, on the most samples of a size that fit, may need no more than predicted. A step that
+    cannot be traced makes two more real steps. Everything that the step refers to is restored.
+    Ranks that step together all call it.
 
     Args:
         cost: saved before, in another process.
@@ -198,16 +202,43 @@ def still_holds(
     state = TrainingState(step)
     domain = Domain(cost.smallest, cost.largest, cost.multiple)
     subject = Subject(step, make_batch, domain, state, state.device)
-    asked = (*size,) if cost.axes > 1 else size[0]
-    n = min(int(cost.capacity(asked, room)), subject.most_samples((*size,)))
+    n = min(
+        int(cost.capacity(size if cost.axes > 1 else size[0], room)), subject.most_samples((*size,))
+    )
     if n < 1:
-        return False
-    try:
+        return "no sample fits"
+    runs = [Probe(n, (*size,), 0, held_out=True, how="run")]
+    known = [probe for probe in cost.probes if probe.how == "trace"] or [*cost.probes]
+    most = {probe.size: probe for probe in sorted(known, key=lambda probe: probe.n)}
+    by_size = sorted(most.values(), key=lambda probe: math.prod(probe.size))
+    with state.modes_kept():
+        if by_size[0].how == "trace":
+            tracer = Tracer(step, subject.batch, state, checks=subject.checks)
+            largest = (1, *by_size[-1].size)
+            subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
+            for probe in {by_size[0], by_size[len(by_size) // 2], by_size[-1]}:
+                shape = (probe.n, *probe.size)
+                peak = int(tracer.concrete(shape).peaks([shape])[0])
+                if peak != probe.peak_bytes:
+                    return f"a trace of {_of(probe)} has {peak:,} bytes, not {probe.peak_bytes:,}"
+        else:
+            runs += [by_size[0], by_size[len(by_size) // 2]]
         with state.restored(contents=True):
-            peak_bytes = StepRunner(subject).run(n, (*size,)).peak_bytes
-    except ProbeOutOfMemoryError:
-        return False
-    return peak_bytes <= int(cost.batch_bytes(n, asked))
+            runner = StepRunner(subject)
+            for probe in runs:
+                try:
+                    peak = runner.run(probe.n, probe.size).peak_bytes
+                except ProbeOutOfMemoryError:
+                    return f"{_of(probe)} ran out of memory"
+                predicted = int(cost.batch_bytes(probe.n, probe.asked))
+                if peak > predicted:
+                    needed, most_bytes = map(format_bytes, (peak, predicted))
+                    return f"{_of(probe)} needed {needed}, not {most_bytes} at most"
+    return ""
+
+
+def _of(probe: Probe) -> str:
+    return f"{probe.n} samples of size {probe.asked}"
 
 
 def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:

@@ -26,7 +26,7 @@ import torchbudget
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import check_call, size_multiple_of
 from torchbudget.cost.agree import agree
-from torchbudget.cost.measure import describe_step, measure_cost, still_holds
+from torchbudget.cost.measure import describe_step, measure_cost, why_not
 from torchbudget.cost.measured import MeasuredCost, differing, saved_costs
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PackCollate, PadCollate
@@ -404,9 +404,10 @@ def _measured(
         cost = saved[0]
         fitting = np.where(cost.capacity(asked, room) > 0, cost.batch_bytes(1, asked), 0)
         size = rows[fitting.argmax()].tolist()
-        if all(ranks.each(partial(still_holds, cost, step, make_batch, size, room))):
+        reasons = ranks.each(partial(why_not, cost, step, make_batch, size, room))
+        reason = next(filter(None, reasons), "")
+        if not reason:
             return cost
-        reason = "a real step needed more than it predicts"
     if reason:
         say([f"{path} is not used: {reason}"])
     say([f"measuring the step on real samples, in up to {format_bytes(room)}"])
