@@ -168,12 +168,12 @@ def test_a_cost_is_cached(
         loader(data, step, budget, cost_cache=path)
         return bool(traced)
 
-    monkeypatch.setattr(loaders, "still_holds", lambda *_: True)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "")
     assert [is_measured(), is_measured()] == [True, False]
     assert [is_measured("3GiB"), is_measured("3GiB"), is_measured("3GiB", least=9)] == [1, 0, 1]
     path.write_text("{}")
     assert [is_measured(), is_measured()] == [True, False]
-    monkeypatch.setattr(loaders, "still_holds", lambda *_: False)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "it needed more")
     assert is_measured()
 
 
@@ -192,7 +192,7 @@ def test_a_cache_keeps_a_cost_for_each_description(
         loader(dicts(), step, budget, cost_cache=path)
         return capfd.readouterr().err
 
-    monkeypatch.setattr(loaders, "still_holds", lambda *_: True)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "")
     assert "not used" not in printed("2GiB")
     first = tb.load_cost(path)
     differs = f"{path} is not used: budget: '{tb.GiB(2)} bytes' then, '{tb.GiB(3)} bytes' now\n"
@@ -203,8 +203,8 @@ def test_a_cache_keeps_a_cost_for_each_description(
         assert not traced
     assert tb.load_cost(path).room == tb.GiB(3)  # the last one
     assert tb.load_cost(path, first.measured_on).room == tb.GiB(2)
-    monkeypatch.setattr(loaders, "still_holds", lambda *_: False)
-    assert f"{path} is not used: a real step needed more than it predicts" in printed("2GiB")
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "it needed more")
+    assert f"{path} is not used: it needed more" in printed("2GiB")
     assert len(json.loads(path.read_text())) == 2  # measured again in place of the former
     path.write_text("[]")
     assert f"{path} is not used: {path} is not a saved cost" in printed("2GiB")

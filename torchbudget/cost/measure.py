@@ -202,12 +202,11 @@ def why_not(
     state = TrainingState(step)
     domain = Domain(cost.smallest, cost.largest, cost.multiple)
     subject = Subject(step, make_batch, domain, state, state.device)
-    n = min(
-        int(cost.capacity(size if cost.axes > 1 else size[0], room)), subject.most_samples((*size,))
-    )
+    full = Probe(1, (*size,), 0, held_out=True, how="run")
+    n = min(int(cost.capacity(full.asked, room)), subject.most_samples(full.size))
     if n < 1:
         return "no sample fits"
-    runs = [Probe(n, (*size,), 0, held_out=True, how="run")]
+    runs = [replace(full, n=n)]
     known = [probe for probe in cost.probes if probe.how == "trace"] or [*cost.probes]
     most = {probe.size: probe for probe in sorted(known, key=lambda probe: probe.n)}
     by_size = sorted(most.values(), key=lambda probe: math.prod(probe.size))
