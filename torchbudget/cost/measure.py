@@ -160,7 +160,7 @@ def measure_cost(
         subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
-        stack.enter_context(state.modes_kept())
+        stack.callback(state.modes())
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False)
         )
@@ -210,7 +210,8 @@ def why_not(
     known = [probe for probe in cost.probes if probe.how == "trace"] or [*cost.probes]
     most = {probe.size: probe for probe in sorted(known, key=lambda probe: probe.n)}
     by_size = sorted(most.values(), key=lambda probe: math.prod(probe.size))
-    with state.modes_kept():
+    with ExitStack() as stack:
+        stack.callback(state.modes())
         if by_size[0].how == "trace":
             tracer = Tracer(step, subject.batch, state, checks=subject.checks)
             largest = (1, *by_size[-1].size)
