@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import math
+import pickle
 import random
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchbudget.dtensors import SPARSE, part_bytes, plain_parts
 from torchbudget.errors import CostError
-from torchbudget.random_state import RandomState, reseed_outside_torch, states_outside_torch
+from torchbudget.random_state import RandomState
 from torchbudget.units import format_bytes
 
 # Deep enough for a trainer with a context with a model.
@@ -262,12 +263,15 @@ class TrainingState:
             _refill(container, items)
 
     def draws(self) -> bytes:
-        """The states of all generators but torch's, whose draws a trace cannot follow."""
-        return states_outside_torch(self._others)
+        """The states of all generators but torch's, to be compared: a trace cannot follow them."""
+        state = RandomState.take()
+        return pickle.dumps((state.python, state.numpy, self._others))
 
-    def reseed(self, seed: int) -> None:
-        """Give all generators but torch's another state; `restored` restores them."""
-        reseed_outside_torch(self._others, seed)
+    def draw(self, count: int) -> None:
+        """Draw numbers from all generators but torch's, so that a trace makes other choices."""
+        for generator in (random, np.random, *self._others):
+            for _ in range(count):
+                generator.random()
 
     def replaced_bytes(self) -> int:
         """Bytes that are kept only to be restored, since the step gave tensors other storages."""

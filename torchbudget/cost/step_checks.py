@@ -119,9 +119,8 @@ class StepChecks:
             self._stepped.update(with_gradients)
             stepped.append(bool(with_gradients))
 
-        made: list[
-            nn.Module | None
-        ] = []  # also of a gradient that `torch.autograd.grad` does not accumulate
+        # Also of a gradient that `torch.autograd.grad` does not accumulate.
+        made: list[nn.Module | None] = []
         owners: list[tuple[nn.Module | None, list[torch.Tensor]]] = [(None, parameters)]
         owners += [(one, [*one.parameters()]) for one in self._state.modules]
         handles = [

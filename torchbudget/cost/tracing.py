@@ -67,6 +67,8 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 _REMEMBERED: Final = 8
 
 
+# Other draws for each shape, beyond those of a step's layers or so.
+_MOST_DRAWS: Final = 997
 _INTEGERS: Final = (
     "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a shape or a "
     "loop count, and a trace has no values; take it from a shape, or use "
@@ -178,8 +180,8 @@ class Tracer:
         for integer in (1, 2):
             until = begun + most_seconds
             counter = _Counter(self._state.device, self._target, env, integer, until)
-            seed = None if integer == 1 else math.prod(shape) % 2**32
-            with self._stepping(batch_of, counter, steps=2, seed=seed) as starts:
+            draws = 0 if integer == 1 else 1 + math.prod(shape) % _MOST_DRAWS
+            with self._stepping(batch_of, counter, steps=2, draws=draws) as starts:
                 pass
             traces.append(counter.trace(symbols, shape, (starts[0], starts[1])))
             if not counter.integers and not counter.drew:
@@ -202,7 +204,7 @@ class Tracer:
         counter: _Counter,
         *,
         steps: int,
-        seed: int | None = None,
+        draws: int = 0,
     ) -> Iterator[list[int]]:
         """Run some steps, and what follows with their fakes; yield the events after each step.
 
@@ -210,11 +212,10 @@ class Tracer:
             batch_of: makes the batch of each step.
             counter: counts their storages.
             steps: number of them; 0: one micro-batch that does not end its step.
-            seed: of the generators that are not torch's; `None`: they go on from their states.
+            draws: numbers that are drawn before from generators outside torch.
         """
         with self._undisturbed(), ExitStack() as stack:
-            if seed is not None:
-                self._state.reseed(seed)
+            self._state.draw(draws)
             for accumulator in self._state.accumulators if not steps else ():
                 stack.enter_context(accumulator.no_steps())
             before = self._state.draws()
