@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
@@ -185,13 +186,13 @@ def why_not(
     cost: MeasuredCost,
     step: Callable[[Any], object],
     make_batch: Callable[[int, Any], Any],
-    size: Sequence[int],
+    sizes: npt.ArrayLike,
     room: int,
 ) -> str:
     """Return why a saved cost does not hold for a step any more; empty if it holds.
 
     Traces of a small, a middle and a large batch must have the bytes that they had, and one real
-    step, on the most samples of a size that fit, may need no more than predicted. A step that
+    step, on the most of the largest samples that fit, may need no more than predicted. A step that
     cannot be traced makes two more real steps. Everything that the step refers to is restored.
     Ranks that step together all call it.
 
@@ -199,49 +200,47 @@ def why_not(
         cost: saved before, in another process.
         step: the step that it was measured on.
         make_batch: makes its batches.
-        size: one that occurs, with an int for each axis.
+        sizes: sizes of the data set, shape `(N,)` or `(N, d)`.
         room: the budget, in bytes.
     """
     state = TrainingState(step)
-    domain = Domain(cost.smallest, cost.largest, cost.multiple)
+    domain = Domain.of(None, cost.multiple, sizes=sizes)
     subject = Subject(step, make_batch, domain, state, state.device)
-    full = Probe(1, (*size,), 0, held_out=True, how="run")
+    rows: Any = domain.known
+    asked = rows if cost.axes > 1 else rows[:, 0]
+    fitting = np.where(cost.capacity(asked, room) > 0, cost.batch_bytes(1, asked), 0)
+    full = Probe(1, (*rows[fitting.argmax()].tolist(),), 0, held_out=True, how="run")
     n = min(int(cost.capacity(full.asked, room)), subject.most_samples(full.size))
     if n < 1:
         return "no sample fits"
     runs = [replace(full, n=n)]
-    known = [probe for probe in cost.probes if probe.how == "trace"] or [*cost.probes]
-    most = {probe.size: probe for probe in sorted(known, key=lambda probe: probe.n)}
-    by_size = sorted(most.values(), key=lambda probe: math.prod(probe.size))
+    some = sorted(cost.probes, key=lambda probe: (math.prod(probe.size), probe.n))
+    some = [some[0], some[len(some) // 2], some[-1]]
     with ExitStack() as stack:
         stack.callback(state.modes())
-        if by_size[0].how == "trace":
+        if cost.is_traced:
             tracer = Tracer(step, subject.batch, state, checks=subject.checks)
-            largest = (1, *by_size[-1].size)
+            largest = (1, *some[-1].size)
             subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
-            for probe in {by_size[0], by_size[len(by_size) // 2], by_size[-1]}:
-                shape = (probe.n, *probe.size)
-                peak = int(tracer.concrete(shape).peaks([shape])[0])
-                if peak != probe.peak_bytes:
-                    return f"a trace of {_of(probe)} has {peak:,} bytes, not {probe.peak_bytes:,}"
+            for shape, traced in cost.traced_shapes(some):
+                shape = domain.occurring(shape)
+                now = int(tracer.concrete(shape).peaks([shape])[0])
+                if now != traced:
+                    return f"a trace of {shape} has {now:,} bytes, and had {traced:,}"
         else:
-            runs += [by_size[0], by_size[len(by_size) // 2]]
+            runs += some[:2]
         with state.restored(contents=True):
             runner = StepRunner(subject)
             for probe in runs:
                 try:
                     peak = runner.run(probe.n, probe.size).peak_bytes
                 except ProbeOutOfMemoryError:
-                    return f"{_of(probe)} ran out of memory"
-                predicted = int(cost.batch_bytes(probe.n, probe.asked))
-                if peak > predicted:
-                    needed, most_bytes = map(format_bytes, (peak, predicted))
-                    return f"{_of(probe)} needed {needed}, not {most_bytes} at most"
+                    return f"a step on {(probe.n, *probe.size)} ran out of memory"
+                if peak > (predicted := int(cost.batch_bytes(probe.n, probe.asked))):
+                    needed, most = map(format_bytes, (peak, predicted))
+                    shape = (probe.n, *probe.size)
+                    return f"a step on {shape} needed {needed}, not {most} at most"
     return ""
-
-
-def _of(probe: Probe) -> str:
-    return f"{probe.n} samples of size {probe.asked}"
 
 
 def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:

@@ -403,9 +403,7 @@ def _measured(
     saved, reason = found[ranks.rank]
     if all(costs and not why for costs, why in found):
         cost = saved[0]
-        fitting = np.where(cost.capacity(asked, room) > 0, cost.batch_bytes(1, asked), 0)
-        size = rows[fitting.argmax()].tolist()
-        reasons = ranks.each(partial(why_not, cost, step, make_batch, size, room))
+        reasons = ranks.each(partial(why_not, cost, step, make_batch, batches.sizes, room))
         reason = next(filter(None, reasons), "")
         if not reason:
             return cost
