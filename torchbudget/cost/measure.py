@@ -35,6 +35,7 @@ from torchbudget.cost.running import (
 from torchbudget.cost.subject import BatchError, Domain, Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.errors import CostError
+from torchbudget.machine.allocators import malloc_setting, settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.progress import counting
@@ -170,7 +171,7 @@ def measure_cost(
         )
     described = describe_step(step)
     if method == "trace" and target.type == "cuda":
-        described["device"] = "cuda, predicted"
+        described |= {"device": "cuda, predicted", "allocator": "expandable segments, assumed"}
     notes = (*subject.notes, *subject.checks.notes())
     return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
 
@@ -307,6 +308,7 @@ def _beside_tensors(subject: Subject) -> int:
     """Bytes of the process beside the step's own tensors, in whole 64 MiB."""
     if _is_cuda(subject):
         return 0
+    settle_malloc()
     from torch.export import _trace  # noqa: F401  # the first symbol imports it: 32 MiB, which stay
 
     own = sum(tensor.nbytes for tensor in subject.state.tensors())
@@ -383,7 +385,7 @@ def _attention(modules: Iterable[nn.Module]) -> str:
 
 def _describe_device(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
-        return {"device": f"cpu ({platform.machine()})"}
+        return {"device": f"cpu ({platform.machine()})", "allocator": malloc_setting()}
     if device.type != "cuda":
         return {"device": str(device)}  # cannot be measured, but its name differs from those
     source = device_memory(device).source

@@ -18,6 +18,7 @@ from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.files import write_whole
+from torchbudget.machine.allocators import malloc_setting, settle_malloc
 from torchbudget.machine.peaks import Peak
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
@@ -449,9 +450,13 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
         raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
     if cost is None:
         raise CostError(f"{path}: format {read['format']!r} is not {_FORMAT}; measure again")
+    now_on = dict(measured_on or {})
+    if cost.measured_on.get("device", "").startswith("cpu"):
+        settle_malloc()
+        now_on["allocator"] = malloc_setting()
     differing = [
         f"{name}: {cost.measured_on.get(name)!r} then, {now!r} now"
-        for name, now in (measured_on or {}).items()
+        for name, now in now_on.items()
         if cost.measured_on.get(name) != now
     ]
     if differing:

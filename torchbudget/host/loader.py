@@ -41,6 +41,7 @@ from torchbudget.errors import BudgetError, CostError, OptionError
 from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
+from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import is_cpu
 from torchbudget.machine.host import host_memory
 from torchbudget.progress import say
@@ -141,6 +142,8 @@ def loader(
             cost = step
         else:
             device = TrainingState(step).device if device is None else torch.device(device)
+            if is_cpu(device):
+                settle_malloc()
             if isinstance(step, Forward):
                 with ranks.together():
                     reserve = _output_bytes(step, batches)
