@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+import torchbudget
 from tests.support.training_cases import CASES, Training
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.errors import CostError
 from torchbudget.machine.process_tree import process_memory
+from torchbudget.restoring import TrainingState
 
 Step = Callable[[torch.Tensor], Any]
 
@@ -472,3 +474,201 @@ def test_everything_in_a_trainer_is_restored(warm: bool, method: str) -> None:
     trainer.fit(torch.ones(2, 4, 8))
     assert not calls
     assert trainer.state()[0] != before[0]
+
+
+def _clipped(model: nn.Module, _: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clamp(-1e-3, 1e-3)
+
+
+def _swapped(model: nn.Module, averages: list[torch.Tensor]) -> None:
+    for parameter, average in zip(model.parameters(), averages, strict=True):
+        average.data = 0.9 * average.data + 0.1 * parameter.data
+        parameter.data, average.data = average.data, parameter.data
+
+
+def _set(model: nn.Module, _: Any) -> None:
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.set_(parameter.clamp(-1e-3, 1e-3))
+
+
+def _from_a_vector(model: nn.Module, _: Any) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def _in_half(model: nn.Module, averages: list[torch.Tensor]) -> None:
+    for average in averages:
+        average.data = average.data.half()
+    model.first.weight.data = model.first.weight.data.T.contiguous().T
+
+
+@METHODS
+@pytest.mark.parametrize("assign", [_clipped, _swapped, _set, _from_a_vector, _in_half])
+def test_what_a_step_assigns(
+    method: str, assign: Callable[[nn.Module, list[torch.Tensor]], None]
+) -> None:
+    """Tensors keep their storage, their layout and their values, whatever their data became."""
+    model, optimizer = network()
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    tensors = [*model.parameters(), *averages]
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assign(model, averages)
+
+    def state() -> list[Any]:
+        return [(one.data_ptr(), one.stride(), one.dtype, one.tolist()) for one in tensors]
+
+    before = state()
+    measure(step, method)
+    assert state() == before
+
+
+def test_replaced_storages_are_not_counted() -> None:
+    """Traced bytes of a step that assigns weights are those of the same step in place."""
+
+    def traced(assigns: bool) -> int:
+        model, optimizer = network()
+
+        def step(batch: torch.Tensor) -> None:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                if assigns:
+                    parameter.data = parameter.data.clone()
+
+        return int(measure(step, "trace").traced_bytes(50, 200))
+
+    assert traced(True) == traced(False)
+
+
+@METHODS
+def test_flags_that_a_step_sets(method: str) -> None:
+    """A frozen part is trained again, and gradients are on again, even if a trace is abandoned."""
+    model, optimizer = network()
+    critic = nn.Linear(8, 1)
+
+    def step(batch: torch.Tensor) -> None:
+        critic.requires_grad_(False)
+        torch.set_grad_enabled(False)
+        chosen = torch.nonzero(batch[:, 0, 0])  # which no trace can know
+        torch.set_grad_enabled(True)
+        critic(model(batch[chosen[:, 0]])).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        critic.requires_grad_(True)
+        critic(model(batch).detach()).mean().backward()
+        critic.zero_grad()
+
+    if method == "trace":
+        with pytest.raises(CostError, match="nonzero"):
+            measure(step, method)
+    else:
+        measure(step, method)
+    assert all(parameter.requires_grad for parameter in critic.parameters())
+    assert torch.is_grad_enabled()
+
+
+@METHODS
+def test_a_long_dictionary_of_averages(method: str) -> None:
+    """Its tensors are restored; a long list of samples is neither searched nor copied."""
+    model, optimizer = network()
+    averages = {number: torch.zeros(4) for number in range(1500)}
+    samples = [torch.zeros(4) for _ in range(1500)]
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for average in averages.values():
+            average.add_(1)
+        assert len(samples) == 1500
+
+    measure(step, method)
+    assert not any(average.any() for average in averages.values())
+    assert len(TrainingState(step).tensors()) < 1500
+
+
+@METHODS
+def test_attributes_of_parameters(method: str) -> None:
+    """Gradients of each sample, kept at the parameter, do not stay there."""
+    model, optimizer = network()
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad_sample = parameter.grad.expand(len(batch), *parameter.shape) * 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measure(step, method)
+    assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
+
+
+@METHODS
+def test_effects_on_the_world(method: str) -> None:
+    """A step that asks `is_measuring` logs nothing, in traces and in runs; training logs."""
+    model, optimizer = network()
+    log: list[float] = []
+    file: list[str] = []
+
+    def step(batch: torch.Tensor) -> None:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not torchbudget.is_measuring():
+            log.append(loss.item())
+        else:
+            file.append("x" if torchbudget.is_measuring() else "")
+
+    measure(step, method)
+    assert not log
+    assert not torchbudget.is_measuring()
+    step(make_batch(2, 4))
+    assert len(log) == 1
+
+
+@METHODS
+def test_a_schedule_of_limited_length(method: str) -> None:
+    """Measured steps use up none of it: they may be more than the schedule has."""
+    model, optimizer = network()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    before = schedule.state_dict()
+    measure(step, method)
+    assert schedule.state_dict() == before
+
+
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that wraps another one, as SAM and Accelerate do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base_optimizer = base
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base_optimizer.step()
+
+
+@METHODS
+def test_an_optimizer_that_wraps_another(method: str) -> None:
+    """The inner one is found: its steps are allowed, and its state is restored."""
+    model, _ = network()
+    inner = torch.optim.AdamW(model.parameters())
+    step = full_step(model, Wrapping(inner))
+    measure(step, method)
+    assert not inner.state
