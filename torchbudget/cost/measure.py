@@ -37,7 +37,7 @@ from torchbudget.cost.subject import BatchError, Domain, Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.dtensors import part_bytes
 from torchbudget.errors import CostError
-from torchbudget.machine.allocators import malloc_setting, settle_malloc
+from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.progress import counting
@@ -92,8 +92,8 @@ def measure_cost(
     temporary folder. Python counters that steps advance are restored after a trace, but not after
     runs.
 
-    On the CPU, running calls `trim_malloc`, whose effect lasts: without it, the peak would depend
-    on all earlier shapes.
+    On the CPU it calls `trim_malloc`, whose effect lasts: without it, the peak would depend on all
+    earlier shapes. `load_cost` and `loader` set the same.
 
     Under `DistributedDataParallel` or FSDP2 all ranks must call it. They run the same shapes, the
     highest peak of any rank counts, and all ranks get the same cost.
@@ -377,7 +377,7 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     does not include checkpointing in a model's own `forward`.
 
     On CUDA it includes the kind of the allocator's segments, since segments of fixed sizes reserve
-    more than expandable ones.
+    more than expandable ones. On the CPU it includes the setting of malloc, and sets it.
 
     >>> model = torch.nn.Linear(2, 3)
     >>> describe_step(lambda batch: model(batch))["model"]
@@ -420,7 +420,7 @@ def _attention(modules: Iterable[nn.Module]) -> str:
 
 def _describe_device(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
-        return {"device": f"cpu ({platform.machine()})", "allocator": malloc_setting()}
+        return {"device": f"cpu ({platform.machine()})", "allocator": settle_malloc()}
     if device.type != "cuda":
         return {"device": str(device)}  # cannot be measured, but its name differs from those
     source = device_memory(device).source

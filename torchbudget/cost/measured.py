@@ -18,7 +18,7 @@ from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.files import write_whole
-from torchbudget.machine.allocators import malloc_setting, settle_malloc
+from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.peaks import Peak
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
@@ -452,8 +452,7 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
     described = dict(measured_on or {})
     cost, *_ = saved_costs(path, described)
     if cost.measured_on.get("device", "").startswith("cpu"):
-        settle_malloc()
-        described["allocator"] = malloc_setting()
+        described["allocator"] = settle_malloc()
     if differs := differing(cost, described):
         warn(f"{path} was measured on something else: {'; '.join(differs)}", MeasureWarning)
     return cost

@@ -40,7 +40,6 @@ from torchbudget.errors import BudgetError, CostError, OptionError
 from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
-from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import is_cpu
 from torchbudget.machine.host import host_memory
 from torchbudget.progress import say
@@ -152,8 +151,6 @@ def loader(
             cost = step
         else:
             device = TrainingState(step).device if device is None else torch.device(device)
-            if is_cpu(device):
-                settle_malloc()
             if isinstance(step, Forward):
                 with ranks.together():
                     reserve = _output_bytes(step, batches)
@@ -396,7 +393,7 @@ def _measured(
     path = None if cache is None else Path(cache)
     room = budget.device or 0
     described = {
-        **describe_step(step),
+        **describe_step(step),  # which sets malloc, before any step runs
         "torchbudget": torchbudget.__version__,
         "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),

@@ -17,9 +17,9 @@ from torchbudget.warn import warn
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 # The setting of every measurement and training on the CPU: examples/benchmarks/malloc_settings.py.
-_MAPPED_BYTES: Final = 2**22
-_KEPT_BYTES: Final = 2**26
-_SEEN_BYTES: Final = 2**20  # of a tensor that shows whose malloc is in use
+_MAPPED_BYTES: Final = 2**20
+_KEPT_BYTES: Final = 2**24
+_SEEN_BYTES: Final = 2**24  # of an empty tensor that shows whether glibc's malloc makes tensors
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing. So
 # does the layer between it and torch, beside oneDNN's own, in each thread.
 _KERNELS: Final = "32"
@@ -86,17 +86,11 @@ def has_expandable_segments() -> bool:
 def map_large_blocks(threshold_bytes: int = 2**17, kept_bytes: int = 2**17) -> bool:
     """Make glibc return each block of at least this size when it is freed; false elsewhere.
 
-    The default keeps the least memory, for workers that only read.
-
-    Args:
-        threshold_bytes: blocks of at least this size are returned when they are freed.
-        kept_bytes: free bytes at the end of the heap that are kept for smaller blocks.
+    The defaults keep the least memory, for workers that only read. See `trim_malloc`.
     """
     glibc = _glibc()
-    if glibc is None:
-        return False
-    mapped = glibc.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
-    return bool(mapped and glibc.mallopt(_M_TRIM_THRESHOLD, kept_bytes))
+    settings = {_M_MMAP_THRESHOLD: threshold_bytes, _M_TRIM_THRESHOLD: kept_bytes}
+    return glibc is not None and all(glibc.mallopt(*one) for one in settings.items())
 
 
 def return_free_pages() -> None:
@@ -109,7 +103,12 @@ def return_free_pages() -> None:
 def trim_malloc(threshold_bytes: int = _MAPPED_BYTES, kept_bytes: int = _KEPT_BYTES) -> bool:
     """Make glibc return free memory now, and each large block when it is freed.
 
-    TODO
+    glibc maps large blocks, and returns them when they are freed. By default the size from which it
+    does so rises up to 32 MiB, and smaller blocks are kept. With ragged shapes, free blocks do not
+    fit the next tensors: one process took 2.3 times the bytes of its tensors. The price of mapped
+    blocks is page faults. The defaults of the arguments keep a budget and fill it in less processor
+    time than smaller ones (examples/benchmarks/malloc_settings.py). The setting lasts as long as
+    the process.
 
     Large blocks that the calling thread has freed before are taken out of use: they keep their
     addresses, but have no memory. Otherwise new blocks would be placed there and never be returned.
@@ -119,41 +118,40 @@ def trim_malloc(threshold_bytes: int = _MAPPED_BYTES, kept_bytes: int = _KEPT_BY
         kept_bytes: free bytes at the end of the heap that are kept for smaller blocks.
 
     Returns:
-        True if tensors are blocks of glibc's malloc, and false if another allocator makes them.
+        True if torch's tensors on the CPU are blocks of glibc's malloc. False if another allocator
+        makes them: it is preloaded, or a part of torch, as mimalloc is in builds for AArch64.
     """
     glibc = _glibc()
     if glibc is None or not map_large_blocks(threshold_bytes, kept_bytes):
         return False
     return_free_pages()
-    if not _makes_tensors(glibc):
+    if not hasattr(glibc, "mallinfo2"):  # before glibc 2.33
+        return True
+    before, free = _malloc_info(glibc)
+    tensor = torch.empty(_SEEN_BYTES, dtype=torch.uint8, device="cpu")
+    if _malloc_info(glibc)[0] - before < tensor.nbytes // 2:  # other threads free blocks, too
         return False
-    _take_free_blocks(glibc, threshold_bytes)
+    _take_free_blocks(glibc, free, threshold_bytes)
     return True
 
 
-def settle_malloc() -> None:
-    """Set malloc as `malloc_setting` describes it, wherever a cost on the CPU is found or used.
+def settle_malloc() -> str:
+    """Set malloc as it is wherever a cost on the CPU is found or used; return the setting.
 
     Warns:
-        MeasureWarning: another allocator makes the tensors.
+        MeasureWarning: another allocator makes the tensors, and stays as it is.
     """
-    if not trim_malloc():
-        warn(
-            "tensors on the CPU are not made by glibc's malloc, so how much freed memory stays in "
-            "this process cannot be set, and steps may exceed a measured cost: start Python "
-            "without LD_PRELOAD of jemalloc, tcmalloc or another allocator, or leave a quarter of "
-            "the budget free",
-            MeasureWarning,
-        )
-
-
-def malloc_setting() -> str:
-    """Describe the allocator that `settle_malloc` leaves in force."""
-    glibc = _glibc()
-    if glibc is None or not _makes_tensors(glibc):
-        return "not glibc's malloc"
-    mapped, kept = map(format_bytes, (_MAPPED_BYTES, _KEPT_BYTES))
-    return f"glibc's malloc, blocks mapped from {mapped}, {kept} kept"
+    if trim_malloc():
+        mapped, kept = map(format_bytes, (_MAPPED_BYTES, _KEPT_BYTES))
+        return f"glibc's malloc, blocks mapped from {mapped}, {kept} kept"
+    warn(
+        "tensors on the CPU are not made by glibc's malloc, so the freed memory that stays in this "
+        "process cannot be limited, and steps may exceed a measured cost: start Python without "
+        "LD_PRELOAD of jemalloc, tcmalloc or another allocator, or leave a quarter of the budget "
+        "free",
+        MeasureWarning,
+    )
+    return "not glibc's malloc"
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -170,30 +168,14 @@ class _MallocInfo(ctypes.Structure):
     _fields_: ClassVar = [("numbers", ctypes.c_size_t * 10)]
 
 
-def _malloc_info(glibc: ctypes.CDLL) -> tuple[int, int] | None:
-    """Return the bytes in use and those of the heap's free blocks; `None` before glibc 2.33."""
-    if not hasattr(glibc, "mallinfo2"):
-        return None
+def _malloc_info(glibc: ctypes.CDLL) -> tuple[int, int]:
+    """Return the bytes in use, and those of the heap's free blocks."""
     glibc.mallinfo2.restype = _MallocInfo
     _, _, _, _, mapped, _, _, used, free, _ = glibc.mallinfo2().numbers
     return mapped + used, free
 
 
-def _makes_tensors(glibc: ctypes.CDLL) -> bool:
-    """Return whether torch's tensors on the CPU are blocks of glibc's malloc; assumed if unknown.
-
-    Another allocator may be preloaded, or be a part of torch, as mimalloc is on AArch64.
-    """
-    for _ in range(3):  # other threads may free blocks meanwhile
-        before = _malloc_info(glibc)
-        tensor = torch.empty(_SEEN_BYTES, dtype=torch.uint8, device="cpu")
-        after = _malloc_info(glibc)
-        if before is None or after is None or after[0] - before[0] > tensor.nbytes // 2:
-            return True
-    return False
-
-
-def _take_free_blocks(glibc: ctypes.CDLL, least_bytes: int) -> None:
+def _take_free_blocks(glibc: ctypes.CDLL, left: int, least_bytes: int) -> None:
     """Allocate the free blocks of the heap that have at least this size, and never use them.
 
     After `malloc_trim` their pages are the system's again, and stay so.
@@ -201,7 +183,6 @@ def _take_free_blocks(glibc: ctypes.CDLL, least_bytes: int) -> None:
     glibc.malloc.restype, glibc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     glibc.free.argtypes = [ctypes.c_void_p]
     # Those of other threads' arenas are not to be had.
-    _, left = _malloc_info(glibc) or (0, 0)
     size = 1 << max(left.bit_length() - 1, 0)
     while size >= least_bytes:
         block = glibc.malloc(size) if left >= size else None
