@@ -52,6 +52,8 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
         parts = [getattr(one, name) for name in one.__tensor_flatten__()[0]]
     else:
         return [tensor]
+    # A DTensor names its mesh of devices as well.
+    parts = [part for part in parts if isinstance(part, Tensor)]
     return [plain for part in parts for plain in plain_parts(part)]
 
 

@@ -73,7 +73,7 @@ def is_measuring() -> bool:
 
     >>> losses = []
     >>> def log(loss):
-    ...     if not torchbudget.is_measuring():
+    ...     if not is_measuring():
     ...         losses.append(float(loss))
     >>> log(2.5)
     >>> losses
@@ -197,6 +197,7 @@ class TrainingState:
         modules: the outermost ones.
         optimizers: all of them.
         accumulators: of gradients, which must make single steps while the step is measured.
+        has_several: whether a step of an accumulator has several micro-batches.
         is_compiled: whether a module or a function is called through `torch.compile`.
     """
 
@@ -207,6 +208,7 @@ class TrainingState:
         self.modules = [one for one in modules if id(one) not in inner]
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.accumulators = [one for one in found if _accumulates(one)]
+        self.has_several = any(one.has_several() for one in self.accumulators)
         self.is_compiled = any(map(is_compiled, found))
         self._helpers = [one for one in found if isinstance(one, _HELPERS)]
         self._loose = [one for one in found if isinstance(one, torch.Tensor)]
@@ -244,15 +246,15 @@ class TrainingState:
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
-    @contextmanager
-    def modes_kept(self) -> Iterator[None]:
-        """Put all modules back into the training or evaluation mode that they are in."""
+    def modes(self) -> Callable[[], None]:
+        """Return a function that puts all modules back into the mode that they are in."""
         modes = [(part, part.training) for part in self.parts()]
-        try:
-            yield
-        finally:
+
+        def put_back() -> None:
             for part, training in modes:
                 part.training = training
+
+        return put_back
 
     def rewind(self) -> None:
         """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
@@ -382,17 +384,10 @@ def _measuring() -> Iterator[None]:
 
 
 def _place_of(tensor: torch.Tensor) -> list[Any]:
-    """Where the elements of a tensor are, and how they are arranged."""
-    return [
-        (
-            part.untyped_storage()._cdata,
-            part.storage_offset(),
-            part.shape,
-            part.stride(),
-            part.dtype,
-        )
-        for part in _strided(tensor)
-    ]
+    """The storages of a tensor's elements, and how these are arranged."""
+    parts = _strided(tensor)
+    arranged = [(one.dtype, one.shape, one.stride(), one.storage_offset()) for one in parts]
+    return [*arranged, *(one.untyped_storage()._cdata for one in parts)]
 
 
 def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:

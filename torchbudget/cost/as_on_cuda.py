@@ -71,7 +71,8 @@ ASSUMED: Final = (
     f"{CUDA_BLOCK_BYTES} bytes, {format_bytes(CONTEXT_BYTES)} for the context, "
     f"{format_bytes(WORKSPACE_BYTES)} for workspaces of cuBLAS, {format_bytes(_SEGMENT_BYTES)} and "
     f"{EXPANDABLE_SCALE - 1:.0%} for gaps in expandable segments; workspaces of convolutions are "
-    "not counted"
+    "not counted, and tensors that the step moves to the CPU, as by save_on_cpu, count as if they "
+    "stayed on the card"
 )
 
 

@@ -90,7 +90,8 @@ def measure_cost(
     Everything that the step refers to is restored bit for bit: model, optimizer, schedulers,
     gradient scalers, random generators and tensors. Meanwhile their values are in a file in the
     temporary folder. Python counters that steps advance are restored after a trace, but not after
-    runs.
+    runs. Effects on the world, such as a log, are not: see `is_measuring`. A module in evaluation
+    mode that the step trains is measured in training mode if that takes more, with a warning.
 
     On the CPU it calls `trim_malloc`, whose effect lasts: without it, the peak would depend on all
     earlier shapes. `load_cost` and `loader` set the same.
@@ -124,13 +125,15 @@ def measure_cost(
 
     Raises:
         CostError: the step cannot be measured, is only a part of a training step, or does not fit
-            the budget with one sample of the smallest size; or `make_batch` ignores its arguments.
+            the budget with one sample of the smallest size; micro-batches leave tensors until the
+            step that grow with their samples; or `make_batch` ignores its arguments.
         OptionError: `size_multiple` is not an int of at least 1.
         RankError: another rank failed.
 
     Warns:
         MeasureWarning: the step leaks memory, returns a loss that is not finite, never steps one of
-            its optimizers, or is a forward of a module in training mode.
+            its optimizers, is a forward of a module in training mode, trains a module in evaluation
+            mode, or cannot be traced and draws from a generator outside torch.
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
@@ -161,7 +164,7 @@ def measure_cost(
         subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
-        stack.enter_context(state.modes_kept())
+        stack.callback(state.modes())
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False)
         )
@@ -211,7 +214,8 @@ def why_not(
     known = [probe for probe in cost.probes if probe.how == "trace"] or [*cost.probes]
     most = {probe.size: probe for probe in sorted(known, key=lambda probe: probe.n)}
     by_size = sorted(most.values(), key=lambda probe: math.prod(probe.size))
-    with state.modes_kept():
+    with ExitStack() as stack:
+        stack.callback(state.modes())
         if by_size[0].how == "trace":
             tracer = Tracer(step, subject.batch, state, checks=subject.checks)
             largest = (1, *by_size[-1].size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -263,23 +262,24 @@ class Subject:
         trained = [one for one in idle if one in self.checks.trained]
         if not trained:
             return
-        with ExitStack() as stack:
-            stack.enter_context(self.state.modes_kept())
-            for one in trained:
-                one.train()
-            try:
-                larger = attempt()
-            except CostError as error:
-                why = f"measured in evaluation mode: in training mode the step fails, {error}"
-                self.notes.append(why)
-                return
-            if larger is None or larger > found:
-                stack.pop_all()
-                self.warn(
-                    "the step trains a module that is in evaluation mode: it was measured in "
-                    "training mode, which takes more memory; let the step begin with "
-                    "model.train(), or with model.eval() if that is the mode to train in"
-                )
+        put_back = self.state.modes()
+        for one in trained:
+            one.train()
+        try:
+            larger = attempt()
+        except CostError as error:
+            put_back()
+            why = f"measured in evaluation mode: in training mode the step fails, {error}"
+            self.notes.append(why)
+            return
+        if larger is None or larger > found:
+            self.warn(
+                "the step trains a module that is in evaluation mode: it was measured in training "
+                "mode, which takes more memory; let the step begin with model.train(), or with "
+                "model.eval() if that is the mode to train in"
+            )
+        elif larger < found:
+            put_back()
 
     def check_left(self, left: Callable[[Shape], dict[str, float]]) -> None:
         """Check that micro-batches leave nothing that grows with their samples until the step.
@@ -290,7 +290,7 @@ class Subject:
         Raises:
             CostError: they do: no plan knows how many samples earlier micro-batches have.
         """
-        if not any(accumulator.has_several() for accumulator in self.state.accumulators):
+        if not self.state.has_several:
             return
         n, *size = self.domain.occurring((1, *self.domain.between(0.0)))
         few, many = left((n, *size)), left((2 * n, *size))

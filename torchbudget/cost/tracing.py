@@ -508,6 +508,10 @@ class _Counter(TorchDispatchMode):
         with self._python():
             beside = temporary(*args) if temporary is not None else None  # freed on return
             outputs = replaced(*args, **kwargs)
+            if isinstance(outputs, FakeTensor) and outputs.layout is torch.sparse_coo:
+                if self.env is not None:
+                    raise UntraceableError("torch's sparse tensors have no symbolic shapes")
+                outputs = outputs if outputs._nnz() else _sparse(outputs, args)
         leaves = [one for one in tree_leaves((outputs, beside)) if isinstance(one, FakeTensor)]
         for one in leaves:
             self.count(one)
@@ -601,6 +605,19 @@ def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
             _workspaces[known] = layer(*tree_map_only(torch.Tensor, _zeros, arguments))[3].nbytes
     outputs[3] = outputs[3].new_empty(_workspaces[known])
     return outputs
+
+
+def _sparse(output: torch.Tensor, arguments: Sequence[Any]) -> torch.Tensor:
+    """A sparse output with as many values as the one sparse input has: torch's fake has none.
+
+    It has no more, as a clone, a transpose, and the sum of the values of each index show.
+    """
+    inputs = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+    given = [one for one in inputs if one.layout is torch.sparse_coo]
+    if len(given) != 1:
+        raise ValueDependentError("values decide how many values a sparse tensor has")
+    indices, values = map(torch.empty_like, plain_parts(given[0]))
+    return torch.sparse_coo_tensor(indices, values, output.shape, check_invariants=False)
 
 
 def _zeros(fake: torch.Tensor) -> torch.Tensor:

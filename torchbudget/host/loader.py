@@ -35,7 +35,7 @@ from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.sizes.sizes_of import SizeDataset, spread
 from torchbudget.distributed import Ranks
-from torchbudget.dtensors import local_part
+from torchbudget.dtensors import part_bytes, plain_parts
 from torchbudget.errors import BudgetError, CostError, OptionError
 from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
@@ -77,7 +77,8 @@ def loader(
 
     It reads the sizes of all samples, measures the cost of the step on batches of real samples, and
     makes a `MemoryBudgetBatchSampler`: `loader.batch_sampler`. It writes a summary to standard
-    error. Afterwards model, optimizer and random generators are as they were, bit for bit.
+    error. Afterwards model, optimizer and random generators are as they were, bit for bit. A step
+    that writes a log or a file skips it if `is_measuring()`.
 
     Under `torch.distributed` every rank must call it. The largest cost of any rank counts, and the
     budget is that of one process.
@@ -347,7 +348,7 @@ def _output_bytes(forward: Forward, batches: RealBatches) -> int:
         outputs = of_samples(forward, batches(1, rows[end]), 0, np.arange(1))
         leaves = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
         objects = 0 if isinstance(outputs, Tensor) else _OBJECT_BYTES * len(leaves)
-        each.append(objects + sum(one.nbytes for one in leaves))
+        each.append(objects + sum(map(part_bytes, leaves)))
     return int(np.interp(elements, [elements.min(), elements.max()], each).sum())
 
 
@@ -502,8 +503,9 @@ def _digest(values: Iterable[Any]) -> str:
     for leaf in tree_leaves([*values]):
         one: Any = leaf if isinstance(leaf, (str, bytes, int, float)) else type(leaf).__name__
         if isinstance(leaf, Tensor):
-            own = local_part(leaf.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(own.numpy().data)
+            for part in plain_parts(leaf.detach()):
+                own = part.cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(own.numpy().data)
             one = (tuple(leaf.shape), str(leaf.dtype))
         elif hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject:
             array = np.asarray(leaf)  # of an image, too

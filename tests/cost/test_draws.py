@@ -1,0 +1,83 @@
+"""Choices that a step makes by generators outside torch, which no trace can know."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchbudget
+from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.machine.process_tree import process_memory
+
+_own, _older, _pythons = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+GENERATORS: dict[str, Callable[[], float]] = {
+    "random": random.random,
+    "numpy": lambda: float(np.random.rand()),
+    "a Generator": lambda: float(_own.random()),
+    "a RandomState": lambda: float(_older.rand()),
+    "a Random": _pythons.random,
+}
+
+
+def step_of(draw: Callable[[], float], largest: bool = False) -> Callable[[torch.Tensor], None]:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        for layer in model:
+            if draw() < 0.5 or (largest and torchbudget.is_measuring()):
+                batch = layer(batch).relu()
+        (batch.mean() + 0 * model[0].weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measured(step: Callable[[torch.Tensor], None], method: Any) -> MeasuredCost:
+    budget = process_memory().resident_bytes + 60 * 2**20
+    make = lambda n, size: torch.ones(n, size, 32)  # noqa: E731
+    return measure_cost(step, make, max_size=60, method=method, budget=budget)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_layers_that_are_dropped(name: str) -> None:
+    """No trace is exact."""
+    with pytest.raises(CostError, match="draws of a generator outside torch"):
+        trace_peak_bytes(step_of(GENERATORS[name]), torch.ones(5, 33, 32))
+
+
+def test_the_largest_choice_while_measuring() -> None:
+    """A step that makes it is traced exactly."""
+    assert measured(step_of(random.random, largest=True), "trace").label(5, 33) == "exact"
+
+
+def test_draws_that_change_no_bytes() -> None:
+    """A factor from NumPy, for example, leaves a trace exact."""
+    layer = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        (layer(batch) * np.random.rand()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert measured(step, "trace").label(5, 33) == "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["auto", "run"])
+def test_such_a_step_is_run_several_times(method: str) -> None:
+    """It is warned of; the largest of several steps counts, near that of all layers."""
+    with pytest.warns(MeasureWarning, match=r"is_measuring"):
+        cost = measured(step_of(random.random), method)
+    whole = measured(step_of(lambda: 0.0), "auto")
+    for n in (50, 200):
+        assert cost.batch_bytes(n, 60) > 0.8 * whole.batch_bytes(n, 60)
