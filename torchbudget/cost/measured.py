@@ -438,6 +438,8 @@ class MeasuredCost:
 def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
     """Read a cost that `MeasuredCost.save` wrote, or one of a `cost_cache` of `loader`.
 
+    If it was measured on the CPU, malloc is set as `measure_cost` sets it: see `trim_malloc`.
+
     Args:
         path: path of the file. Of several costs, the one whose description differs least is read;
             without `measured_on`, the one that was written last.
@@ -447,7 +449,8 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
         CostError: the file is not a saved cost, has another format, or has an unknown operation.
 
     Warns:
-        MeasureWarning: it was measured on something else; the warning names the differences.
+        MeasureWarning: it was measured on something else; the warning names the differences. Or
+            it was measured on the CPU, and torch's tensors are not made by glibc's malloc.
     """
     described = dict(measured_on or {})
     cost, *_ = saved_costs(path, described)

@@ -21,7 +21,7 @@ from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
 from torchbudget.errors import CostError, TorchBudgetError
-from torchbudget.machine.allocators import kernel_caches_are_stated, settle_malloc
+from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
@@ -76,7 +76,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         CostError: not even one sample of the smallest size fits.
     """
     if subject.state.device.type == "cpu":
-        settle_malloc()
+        trim_malloc()
         _warn_of_kernels(subject)
     with subject.state.restored(contents=True):
         runs = _Runs(subject, StepRunner(subject), room)
