@@ -35,6 +35,7 @@ TINY = {
     "any_model": "--budgets 1 --models contrastive",
     "any_model_cpu": "--steps 1 --budgets 1 --models contrastive",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
+    "malloc_settings": "--samples 200 --budgets 1 --models encoder --settings 16",
     "host_budget": "--samples 600 --budgets 1 --starts 1 --kinds 1 --search-ms 10",
     "accumulate": "--repetitions 2",
     "gradient_error": "",
@@ -54,6 +55,7 @@ EXACT = {
     "any_model": "error where called exact",
     "any_model_cpu": "errors",
     "host_budget": "highest pss",
+    "malloc_settings": "highest peak",
 }
 
 

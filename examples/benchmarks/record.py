@@ -38,6 +38,7 @@ ALL = (
     "any_model",
     "any_model_cpu",
     "kept_budget",
+    "malloc_settings",
     "host_budget",
     "accumulate",
     "gradient_error",

@@ -15,7 +15,16 @@ from torchbudget import load_cost
 from torchbudget.cost.measure import describe_step
 from torchbudget.errors import MeasureWarning
 
-NAMES = {"model", "checkpointing", "attention", "optimizer", "dtype", "device", "torch"}
+NAMES = {
+    "model",
+    "checkpointing",
+    "attention",
+    "optimizer",
+    "dtype",
+    "device",
+    "allocator",
+    "torch",
+}
 
 
 def test_a_step_is_described_by_what_its_cost_depends_on() -> None:

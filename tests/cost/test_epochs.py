@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.commands import ENVIRONMENT, ROOT, python
+from tests.support.costs import measured
 from tests.support.memory_groups import memory_group
 
 pytestmark = pytest.mark.slow
@@ -122,3 +127,49 @@ def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
             printed, errors = fixed.communicate(timeout=120)
     assert printed.split() == ["begun"], errors
     assert fixed.returncode == -signal.SIGKILL
+
+
+def saved(mode: str, path: Path, **environment: str) -> dict[str, Any]:
+    """Peak / budget, steps, warnings and standard error of a BERT in a process of its own."""
+    script = ROOT / "tests" / "support" / "script_saved_cost.py"
+    done = python(script, mode, path, env=ENVIRONMENT | environment)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout) | {"printed": done.stderr}
+
+
+def test_a_cost_that_was_measured_in_another_process_is_not_exceeded(tmp_path: Path) -> None:
+    """A process that loads a cost, and calls nothing else, trains as the cost was measured."""
+    pytest.importorskip("transformers", reason="in the test group")
+    saved("measure", tmp_path / "cost.json")
+    loaded = saved("load", tmp_path / "cost.json")
+    assert 0.8 <= loaded["peak"] <= 1
+    assert not loaded["warned"]
+
+
+def test_a_traced_cost_with_a_budget_is_not_exceeded(tmp_path: Path) -> None:
+    """No step has run, which could have set malloc; only the kernels' own bytes are beyond it."""
+    pytest.importorskip("transformers", reason="in the test group")
+    assert 0.7 <= saved("trace", tmp_path / "cost.json")["peak"] <= 1.05
+
+
+def test_a_cached_cost_is_used_by_the_next_process(tmp_path: Path) -> None:
+    """The one step that checks it has the memory of a measured one."""
+    pytest.importorskip("transformers", reason="in the test group")
+    first, second = (saved("cache", tmp_path / "costs.json") for _ in range(2))
+    assert "measuring the step" in first["printed"]
+    assert "measuring the step" not in second["printed"]
+    assert second["steps"] < first["steps"]
+
+
+@pytest.mark.parametrize("name", ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"])
+def test_another_allocator_is_warned_of_where_a_cost_is_loaded(name: str, tmp_path: Path) -> None:
+    """Its setting cannot be the one that a cost was measured under."""
+    found = [*Path("/usr/lib").glob(f"*/{name}"), *Path("/usr/lib64").glob(name)]
+    if not found:
+        pytest.skip(f"{name} is not installed")
+    measured(measured_on={"device": "cpu", "allocator": "?"}).save(tmp_path / "cost.json")
+    code = f"import torchbudget; torchbudget.load_cost({str(tmp_path / 'cost.json')!r})"
+    environment = ENVIRONMENT | {"LD_PRELOAD": str(found[0])}
+    errors = python("-W", "always", "-c", code, env=environment).stderr
+    assert "MeasureWarning: tensors on the CPU are not made by glibc's malloc" in errors
+    assert "allocator: '?' then, \"not glibc's malloc\" now" in errors

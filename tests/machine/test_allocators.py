@@ -102,7 +102,7 @@ def leave_gaps() -> None:
         last = blocks.pop()  # noqa: F841  (the heap's end stays in use)
         del blocks[::2]
     full = used()
-    if not trim_malloc():
+    if not trim_malloc(2**17, 2**17):
         return
     print(full - used())  # noqa: T201
     for large in (2**18, 2**17, 2**18, 2**22):  # the first also loads what torch needs

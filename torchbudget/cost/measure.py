@@ -38,6 +38,7 @@ from torchbudget.cost.subject import BatchError, Domain, Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.dtensors import part_bytes
 from torchbudget.errors import CostError
+from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.progress import counting
@@ -93,8 +94,8 @@ def measure_cost(
     runs. Effects on the world, such as a log, are not: see `is_measuring`. A module in evaluation
     mode that the step trains is measured in training mode if that takes more, with a warning.
 
-    On the CPU, running calls `trim_malloc`, whose effect lasts: without it, the peak would depend
-    on all earlier shapes.
+    On the CPU it calls `trim_malloc`, whose effect lasts: without it, the peak would depend on all
+    earlier shapes. `load_cost` and `loader` set the same.
 
     Under `DistributedDataParallel` or FSDP2 all ranks must call it. They run the same shapes, the
     highest peak of any rank counts, and all ranks get the same cost.
@@ -177,7 +178,7 @@ def measure_cost(
         )
     described = describe_step(step)
     if method == "trace" and target.type == "cuda":
-        described["device"] = "cuda, predicted"
+        described |= {"device": "cuda, predicted", "allocator": "expandable segments, assumed"}
     notes = (*subject.notes, *subject.checks.notes())
     return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
 
@@ -345,6 +346,7 @@ def _beside_tensors(subject: Subject) -> int:
     """Bytes of the process beside the step's own tensors, in whole 64 MiB."""
     if _is_cuda(subject):
         return 0
+    settle_malloc()
     from torch.export import _trace  # noqa: F401  # the first symbol imports it: 32 MiB, which stay
 
     own = sum(part_bytes(tensor) for tensor in subject.state.tensors())
@@ -378,7 +380,7 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     does not include checkpointing in a model's own `forward`.
 
     On CUDA it includes the kind of the allocator's segments, since segments of fixed sizes reserve
-    more than expandable ones.
+    more than expandable ones. On the CPU it includes the setting of malloc, and sets it.
 
     >>> model = torch.nn.Linear(2, 3)
     >>> describe_step(lambda batch: model(batch))["model"]
@@ -421,7 +423,7 @@ def _attention(modules: Iterable[nn.Module]) -> str:
 
 def _describe_device(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
-        return {"device": f"cpu ({platform.machine()})"}
+        return {"device": f"cpu ({platform.machine()})", "allocator": settle_malloc()}
     if device.type != "cuda":
         return {"device": str(device)}  # cannot be measured, but its name differs from those
     source = device_memory(device).source

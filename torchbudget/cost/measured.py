@@ -19,6 +19,7 @@ from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.files import write_whole
+from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.peaks import Peak
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
@@ -455,6 +456,8 @@ class MeasuredCost:
 def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
     """Read a cost that `MeasuredCost.save` wrote, or one of a `cost_cache` of `loader`.
 
+    If it was measured on the CPU, malloc is set as `measure_cost` sets it: see `trim_malloc`.
+
     Args:
         path: path of the file. Of several costs, the one whose description differs least is read;
             without `measured_on`, the one that was written last.
@@ -464,10 +467,14 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
         CostError: the file is not a saved cost, has another format, or has an unknown operation.
 
     Warns:
-        MeasureWarning: it was measured on something else; the warning names the differences.
+        MeasureWarning: it was measured on something else; the warning names the differences. Or
+            it was measured on the CPU, and torch's tensors are not made by glibc's malloc.
     """
-    cost, *_ = saved_costs(path, measured_on or {})
-    if differs := differing(cost, measured_on or {}):
+    described = dict(measured_on or {})
+    cost, *_ = saved_costs(path, described)
+    if cost.measured_on.get("device", "").startswith("cpu"):
+        described["allocator"] = settle_malloc()
+    if differs := differing(cost, described):
         warn(f"{path} was measured on something else: {'; '.join(differs)}", MeasureWarning)
     return cost
 

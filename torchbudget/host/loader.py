@@ -394,7 +394,7 @@ def _measured(
     path = None if cache is None else Path(cache)
     room = budget.device or 0
     described = {
-        **describe_step(step),
+        **describe_step(step),  # which sets malloc, before any step runs
         "torchbudget": torchbudget.__version__,
         "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),

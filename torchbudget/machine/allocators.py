@@ -10,10 +10,16 @@ import torch
 
 from torchbudget.errors import MeasureWarning
 from torchbudget.machine.nvml import remember_free_bytes
+from torchbudget.units import format_bytes
 from torchbudget.warn import warn
 
 # Of glibc's malloc.h.
+_M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+# The setting of every measurement and training on the CPU: examples/benchmarks/malloc_settings.py.
+_MAPPED_BYTES: Final = 2**20
+_KEPT_BYTES: Final = 2**24
+_SEEN_BYTES: Final = 2**24  # of an empty tensor that shows whether glibc's malloc makes tensors
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing. So
 # does the layer between it and torch, beside oneDNN's own, in each thread.
 _KERNELS: Final = "32"
@@ -77,72 +83,113 @@ def has_expandable_segments() -> bool:
     return _CUDA_SEGMENTS in stated.replace(" ", "")
 
 
-def map_large_blocks(threshold_bytes: int = 2**17) -> bool:
-    """Make glibc return each block of at least this size when it is freed; false elsewhere."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
+def map_large_blocks(threshold_bytes: int = 2**17, kept_bytes: int = 2**17) -> bool:
+    """Make glibc return each block of at least this size when it is freed; false elsewhere.
+
+    The defaults keep the least memory, for workers that only read. See `trim_malloc`.
+    """
+    glibc = _glibc()
+    settings = {_M_MMAP_THRESHOLD: threshold_bytes, _M_TRIM_THRESHOLD: kept_bytes}
+    return glibc is not None and all(glibc.mallopt(*one) for one in settings.items())
 
 
 def return_free_pages() -> None:
     """Make glibc return the pages that are free now, without another setting."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
+    glibc = _glibc()
+    if glibc is not None:
+        glibc.malloc_trim(ctypes.c_size_t(0))
 
 
-def trim_malloc(threshold_bytes: int = 2**17) -> bool:
+def trim_malloc(threshold_bytes: int = _MAPPED_BYTES, kept_bytes: int = _KEPT_BYTES) -> bool:
     """Make glibc return free memory now, and each large block when it is freed.
 
     glibc maps large blocks, and returns them when they are freed. By default the size from which it
     does so rises up to 32 MiB, and smaller blocks are kept. With ragged shapes, free blocks do not
     fit the next tensors: one process took 2.3 times the bytes of its tensors. The price of mapped
-    blocks is page faults. The setting lasts as long as the process; `MALLOC_MMAP_THRESHOLD_` in the
-    environment does the same from its start.
+    blocks is page faults. The defaults of the arguments keep a budget and fill it in less processor
+    time than smaller ones (examples/benchmarks/malloc_settings.py). The setting lasts as long as
+    the process.
 
     Large blocks that the calling thread has freed before are taken out of use: they keep their
     addresses, but have no memory. Otherwise new blocks would be placed there and never be returned.
 
     Args:
         threshold_bytes: blocks of at least this size are returned when they are freed.
+        kept_bytes: free bytes at the end of the heap that are kept for smaller blocks.
 
     Returns:
-        True if the process uses glibc, and false if nothing was done.
+        True if torch's tensors on the CPU are blocks of glibc's malloc. False if another allocator
+        makes them: it is preloaded, or a part of torch, as mimalloc is in builds for AArch64.
     """
-    done = map_large_blocks(threshold_bytes)
+    glibc = _glibc()
+    if glibc is None or not map_large_blocks(threshold_bytes, kept_bytes):
+        return False
     return_free_pages()
-    library = ctypes.CDLL(None)
-    if done and hasattr(library, "mallinfo2"):
-        _take_free_blocks(library, threshold_bytes)
-    return done
+    if not hasattr(glibc, "mallinfo2"):  # before glibc 2.33
+        return True
+    before, free = _malloc_info(glibc)
+    tensor = torch.empty(_SEEN_BYTES, dtype=torch.uint8, device="cpu")
+    if _malloc_info(glibc)[0] - before < tensor.nbytes // 2:  # other threads free blocks, too
+        return False
+    _take_free_blocks(glibc, free, threshold_bytes)
+    return True
+
+
+def settle_malloc() -> str:
+    """Set malloc as it is wherever a cost on the CPU is found or used; return the setting.
+
+    Warns:
+        MeasureWarning: another allocator makes the tensors, and stays as it is.
+    """
+    if trim_malloc():
+        mapped, kept = map(format_bytes, (_MAPPED_BYTES, _KEPT_BYTES))
+        return f"glibc's malloc, blocks mapped from {mapped}, {kept} kept"
+    warn(
+        "tensors on the CPU are not made by glibc's malloc, so the freed memory that stays in this "
+        "process cannot be limited, and steps may exceed a measured cost: start Python without "
+        "LD_PRELOAD of jemalloc, tcmalloc or another allocator, or leave a quarter of the budget "
+        "free",
+        MeasureWarning,
+    )
+    return "not glibc's malloc"
+
+
+def _glibc() -> ctypes.CDLL | None:
+    # By its name: an allocator that is preloaded has functions of the same names.
+    try:
+        return ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
 
 
 class _MallocInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`, whose field `fordblks` is the bytes of the free blocks."""
+    """glibc's `struct mallinfo2`: ten numbers."""
 
-    _fields_: ClassVar = [
-        *((f"_{number}", ctypes.c_size_t) for number in range(8)),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _fields_: ClassVar = [("numbers", ctypes.c_size_t * 10)]
 
 
-def _take_free_blocks(library: ctypes.CDLL, least_bytes: int) -> None:
+def _malloc_info(glibc: ctypes.CDLL) -> tuple[int, int]:
+    """Return the bytes in use, and those of the heap's free blocks."""
+    glibc.mallinfo2.restype = _MallocInfo
+    _, _, _, _, mapped, _, _, used, free, _ = glibc.mallinfo2().numbers
+    return mapped + used, free
+
+
+def _take_free_blocks(glibc: ctypes.CDLL, left: int, least_bytes: int) -> None:
     """Allocate the free blocks of the heap that have at least this size, and never use them.
 
     After `malloc_trim` their pages are the system's again, and stay so.
     """
-    library.mallinfo2.restype = _MallocInfo
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    library.free.argtypes = [ctypes.c_void_p]
-    # Those of another allocator, and of other threads' arenas, are not seen, or not to be had.
-    left = library.mallinfo2().fordblks
+    glibc.malloc.restype, glibc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    glibc.free.argtypes = [ctypes.c_void_p]
+    # Those of other threads' arenas are not to be had.
     size = 1 << max(left.bit_length() - 1, 0)
     while size >= least_bytes:
-        block = library.malloc(size) if left >= size else None
+        block = glibc.malloc(size) if left >= size else None
         if block is not None and not _is_mapped(block):
             left -= size
             continue
-        library.free(block)
+        glibc.free(block)
         size //= 2
 
 

@@ -18,7 +18,7 @@ from torchbudget.errors import BatchNormWarning
 from torchbudget.machine.allocators import trim_malloc
 from torchbudget.train import retry
 
-trim_malloc()  # or else the heap has blocks of before
+trim_malloc(2**17, 2**17)  # or else the heap has blocks of before
 # The first square root of a process (AdamW's) is not always the same where two threads take it at
 # once: of the same gradients and averages, one process in a hundred made other parameters.
 torch.set_num_threads(1)
