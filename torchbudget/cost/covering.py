@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Final
 
 import numpy as np
@@ -72,6 +73,7 @@ _FAR_SECONDS: Final = 10.0
 _SPREAD: Final = 20
 # Sizes, and numbers of samples of each, that are searched for other peaks.
 _SOME: Final = 32
+_SOME_N: Final = 18
 _MANY: Final = 2 ** np.arange(21)
 
 
@@ -106,6 +108,8 @@ class Covering:
     _shapes: IntArray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # that are drawn
     _symbolic: dict[Shape, Trace] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+    _numbers: set[int] = field(default_factory=set)  # of samples, that every column has
+    _jump: int = 0  # up to so many samples, bytes jump
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
     # The most samples of a size before its traces were given up.
@@ -347,23 +351,82 @@ class Covering:
         others = [one[first_held(self.pieces, one)[0] == len(self.pieces)] for one in others]
         left = rng.permutation(np.unique(np.concatenate([left, *others]), axis=0))
         sizes = domain.nodes(3 if domain.axes < 3 else 2)
-        left = left[:_HELD_OUT]
+        corners = (self._beside((_SOME_N, *size), sizes) for size in product(*sizes))
+        left = np.concatenate([*corners, left[:_HELD_OUT]])
         while (off := self._hold_out(sizes, left)) is not None:
-            self._column(off[1:], off[0])  # it would raise other shapes, too, so it becomes a node
-            # Bytes may rise in a step between it and its neighbours.
-            left = np.concatenate([left, self._between(off, sizes)])
-            sizes = [sorted({*one, new}) for one, new in zip(sizes, off[1:], strict=True)]
+            if off[1:] in product(*sizes) or self.grid.held([off])[0, 0] != off[0]:
+                self._numbers.add(off[0])
+                continue
+            size = self._node(off, sizes)  # it would raise other shapes, too, so it becomes a node
+            left = np.concatenate([self._beside((off[0], *size), sizes), left])
+            sizes = [sorted({*one, new}) for one, new in zip(sizes, size, strict=True)]
 
-    def _between(self, shape: Shape, sizes: list[list[int]]) -> IntArray:
-        """The shapes halfway to the next sizes of a grid, on each axis."""
-        found = []
+    def _beside(self, shape: Shape, sizes: list[list[int]]) -> IntArray:
+        """Shapes right beside one of a grid, and halfway to the next ones, on each axis.
+
+        They show on which axis bytes jump, or whether they fall at a size that needs no padding.
+        """
+        found, domain = [], self.subject.domain
+        number = min(self._column(domain.between(0.0)), key=lambda n: abs(n - shape[0]))
         for axis, (own, known) in enumerate(zip(shape[1:], sizes, strict=True)):
             below, above = [k for k in known if k < own][-1:], [k for k in known if k > own][:1]
-            for end in below + above:
-                size = [*shape]
-                size[1 + axis] = self.subject.domain.on_axis(axis, (own * end) ** 0.5)
-                found.append((*size,))
-        return np.array(found, np.int64).reshape(-1, len(shape))
+            halfway = [domain.on_axis(axis, (own * end) ** 0.5) for end in below + above]
+            for size in {*domain.beside(axis, own), *halfway}:
+                found.append((number, *shape[1 : 1 + axis], size, *shape[2 + axis :]))
+        return np.array(found, np.int64)
+
+    def _node(self, shape: Shape, sizes: list[list[int]]) -> tuple[int, ...]:
+        """A size between the neighbours of a shape on each axis: an end of the jump, or the middle."""
+        found = [*shape[1:]]
+        for axis, known in enumerate(sizes):
+            if found[axis] in known:
+                continue
+            pair = low, high = [known[bisect(known, shape[1 + axis]) - k] for k in (1, 0)]
+            at = lambda size: self._at((*shape[: 1 + axis], size, *shape[2 + axis :]))  # noqa: B023,E731
+            middle = found[axis] = self.subject.domain.on_axis(axis, (low * high) ** 0.5)
+            if tuple(pair) not in self.grid.jumps[1 + axis]:
+                continue
+            while low < middle < high:  # on in the half in which bytes rise more
+                low, high = (low, middle) if 2 * at(middle) > at(low) + at(high) else (middle, high)
+                middle = self.subject.domain.on_axis(axis, (low * high) ** 0.5)
+            if at(high) / at(low) > (1 + _OFF) * high / low:
+                found[axis] = next((one for one in (low, high) if one not in known), found[axis])
+        return (*found,)
+
+    def _fitted(self, grid: Grid) -> Grid:
+        """The grid whose bytes between two neighbours are found as the traces there show it.
+
+        Traces that are between nodes on one axis alone come first: they show on which.
+        """
+        for known, values in zip(map(np.array, grid.numbers), map(np.array, grid.values), strict=True):
+            share = (known[1:-1] - known[:-2]) / (known[2:] - known[:-2])
+            line = values[:-2] + share * (values[2:] - values[:-2])
+            above = known[2:][values[1:-1] > line * (1 + _OFF)]
+            self._jump = max(self._jump, *above.tolist(), 0)
+        ends = [(max(one), {*one}) for one in grid.numbers]
+        every = {n for one in grid.numbers for n in one if n <= self._jump}
+        common = sorted(n for n in every if all(n in one or n > last for last, one in ends))
+        shapes = np.array([(probe.n, *probe.size) for probe in self.probes])
+        own = first_held(self.pieces, shapes)[0] == len(self.pieces)
+        shapes, real = shapes[own], np.array([probe.peak_bytes for probe in self.probes])[own]
+        # The lower node, if a trace is between that and the next one; else -1.
+        places = np.array([
+            np.where(np.isin(at, known), 0, np.searchsorted(known, at)) - 1
+            for known, at in zip(grid.sizes, shapes[:, 1:].T, strict=True)
+        ])
+        pairs = [[*pairwise(known)] for known in grid.sizes]
+        jumps: list[set[Any]] = [{*pairwise(common)}, *(set() for _ in pairs)]
+        along_n: list[set[Any]] = [set() for _ in pairs]
+        grid = replace(grid, jumps=tuple(map(tuple, jumps)))
+        for count, found in product(range(1, 1 + len(pairs)), (along_n, jumps[1:])):
+            off = real / grid.bytes_at(shapes) - 1
+            off = off > _OFF if found is not along_n else abs(off) > _OFF
+            off &= (places >= 0).sum(axis=0) == count
+            for its, its_pairs, at in zip(found, pairs, places, strict=True):
+                its |= {its_pairs[k] for k in at[off] if k >= 0}
+            lows = tuple(tuple(sorted(low for low, _ in one)) for one in along_n)
+            grid = replace(grid, along_n=lows, jumps=tuple(tuple(sorted(one)) for one in jumps))
+        return grid
 
     def _limit(self, size: tuple[int, ...]) -> float:
         """The most seconds of a trace, by those of two samples of a size."""
@@ -383,17 +446,11 @@ class Covering:
         ends = tuple(self._ends.get(size, self.most_n) for size in every)
         return Grid(tuple(map(tuple, sizes)), numbers, values, ends)
 
-    def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, int]:
-        """Bytes of a size at some numbers of samples.
-
-        Args:
-            size: of the samples.
-            also: a number that is one of them.
-        """
-        known = self._columns.setdefault(size, {})
-        if also not in known:
-            known.update({n: self._at((n, *size)) for n in (1, 2, also)})
-            n, most = 2, min(self._ends.get(size, self.most_n), self.subject.most_samples(size))
+    def _column(self, size: tuple[int, ...]) -> dict[int, int]:
+        """Bytes of a size at some numbers of samples."""
+        known = self._columns.get(size) or {n: self._at((n, *size)) for n in (1, 2)}
+        if size not in self._columns:
+            n, most = 2, min(self.most_n, self.subject.most_samples(size))
             while known[n] < self.room and n < most:
                 low, n = n, min(math.ceil(n * (_NEAR if self._has_time() else _HASTY)), most)
                 try:
@@ -401,7 +458,8 @@ class Covering:
                 except UntraceableError:  # it loops over samples, or over their parts
                     self._ends[size] = low
                     break
-            self._columns[size] = dict(sorted(known.items()))
+        known |= {n: self._at((n, *size)) for n in self._numbers - known.keys() if n < max(known)}
+        self._columns[size] = dict(sorted(known.items()))
         return self._columns[size]
 
     def _hold_out(self, sizes: list[list[int]], left: IntArray) -> Shape | None:
@@ -410,7 +468,7 @@ class Covering:
         Returns:
             A shape that is too far off, while there is time to trace further columns.
         """
-        grid = self._grid_of(sizes)
+        grid = self._fitted(self._grid_of(sizes))
         are_known = left[:, 0] <= grid.known_at(left[:, 1:])
         # Bytes that are too high count as well.
         left = left[are_known & (grid.bytes_at(left) <= 2 * self.room)]
@@ -420,9 +478,13 @@ class Covering:
             if late and len(shapes) >= _LEAST_HELD_OUT:
                 break
             shape = self._limited(tuple(drawn))
-            found, real = float(grid.bytes_at([shape])[0]), self._at(shape)
+            real = self._at(shape)
+            if abs(grid.bytes_at([shape])[0] / real - 1) > _OFF:
+                grid = self._fitted(grid)
+            found = float(grid.bytes_at([shape])[0])
             off = abs(found / real - 1) > _OFF and min(found, real) <= self.room
             if off and self._has_time():
+                self.grid = grid
                 return shape
             shapes.append(shape)
         every = np.array([self._at(shape) for shape in shapes], float)

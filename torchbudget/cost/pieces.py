@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -390,7 +389,9 @@ class Grid:
     """Bytes at some shapes; bytes between them are interpolated.
 
     Each size has a column: bytes at some numbers of samples, with lines between them. Between two
-    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages.
+    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages; or along the
+    same n. Where they jump between two sizes, or two numbers of samples, those of the upper one
+    hold.
 
     Attributes:
         sizes: ascending sizes of each axis.
@@ -400,6 +401,8 @@ class Grid:
         ends: the largest number of samples at which bytes are known, in each column.
         reached: the most bytes that were measured; larger batches are not known.
         raised: the share by which bytes are raised, for the largest error on other shapes.
+        along_n: for each axis, the sizes up to whose next one bytes are linear along the same n.
+        jumps: for n and for each axis, pairs of neighbours between which bytes jump.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -408,6 +411,8 @@ class Grid:
     ends: tuple[int, ...]
     reached: int = MAX_BYTES
     raised: float = 0.0
+    along_n: tuple[tuple[int, ...], ...] = ()
+    jumps: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def floor(self) -> float:
@@ -422,53 +427,53 @@ class Grid:
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, 1 + d)`: shape `(S,)`; 2⁶² if nothing was measured."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        area = shapes[:, 0] * self._areas(shapes[:, 1:])
+        shapes = self.held(shapes)
         total = np.zeros(len(shapes))
-        for columns, weight in self._corners(shapes[:, 1:]):
+        for columns, weight, ratio in self._corners(shapes[:, 1:]):
             for column in np.unique(columns[weight > 0]).tolist():
                 mine = (columns == column) & (weight > 0)
-                total[mine] += weight[mine] * self._along(column, area[mine])
+                total[mine] += weight[mine] * self._along(column, (shapes[:, 0] * ratio)[mine])
         return total * (1 + self.raised)
+
+    def held(self, shapes: npt.ArrayLike) -> IntArray:
+        """The shapes, `(S, 1 + d)`, whose bytes count: the upper end of a jump in place of others."""
+        held = np.array(shapes, np.int64, ndmin=2)
+        for own, pairs in zip(held.T, self.jumps, strict=False):
+            for low, high in pairs:
+                own[(low < own) & (own < high)] = high
+        return held
 
     def known_at(self, sizes: IntArray) -> IntArray:
         """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
         known, ends = np.full(len(sizes), float(max(self.ends))), np.array(self.ends, float)
-        area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
-        row = np.arange(len(sizes))
-        for columns, weight in self._corners(sizes):
+        for columns, weight, ratio in self._corners(self.held(np.insert(sizes, 0, 0, 1))[:, 1:]):
             ended = (ends[columns] < ends.max()) & (weight > 0)
-            fewer = np.minimum(known, ends[columns] * area[row, columns])
-            known = np.where(ended, fewer, known)
+            known = np.where(ended, np.minimum(known, ends[columns] / ratio), known)
         return known.astype(np.int64)
 
-    def _areas(self, sizes: IntArray) -> FloatArray:
-        """The factor of n that is kept in between two sizes, L₁ ⋯; shape `(S,)`."""
-        ends = zip(*((nodes[0], nodes[-1]) for nodes in self.sizes), strict=True)
-        areas: FloatArray = np.clip(sizes, *map(np.array, ends)).prod(axis=1).astype(float)
-        return areas
-
-    def _corners(self, sizes: IntArray) -> Iterator[tuple[IntArray, FloatArray]]:
-        """The columns around each size, and their weights, shape `(S,)`, corner by corner."""
-        corners, shares = [], []
-        for nodes, own in zip(self.sizes, sizes.T, strict=True):
+    def _corners(self, sizes: IntArray) -> Iterator[tuple[IntArray, FloatArray, FloatArray]]:
+        """The columns around each size, their weights, and their n for each n; shape `(S,)`."""
+        corners = []
+        for axis, (nodes, own) in enumerate(zip(self.sizes, sizes.T, strict=True)):
             known = np.array(nodes)
             inside = np.clip(own, known[0], known[-1])
             below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
             above = np.minimum(below + 1, len(known) - 1)
-            corners.append((below, above))
-            shares.append((inside - known[below]) / np.maximum(known[above] - known[below], 1))
-        for bits in product((0, 1), repeat=len(self.sizes)):
-            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
-            pairs = zip(shares, bits, strict=True)
-            weight = np.prod([share if bit else 1 - share for share, bit in pairs], axis=0)
-            yield np.ravel_multi_index(at, tuple(map(len, self.sizes))), weight
+            share = (inside - known[below]) / np.maximum(known[above] - known[below], 1)
+            along_n = np.isin(known[below], self.along_n[axis] if self.along_n else ())
+            each = [(below, 1 - share), (above, share)]
+            corners.append(
+                [(at, weight, np.where(along_n, 1, inside / known[at])) for at, weight in each]
+            )
+        for corner in product(*corners):
+            at, weights, ratios = zip(*corner, strict=True)
+            columns = np.ravel_multi_index(at, tuple(map(len, self.sizes)))
+            yield columns, np.prod(weights, axis=0), np.prod(ratios, axis=0)
 
-    def _along(self, column: int, area: FloatArray) -> FloatArray:
+    def _along(self, column: int, at: FloatArray) -> FloatArray:
         if not self.numbers[column]:
-            return np.full(len(area), 2.0**62)
-        size = math.prod([*product(*self.sizes)][column])
-        n, value, at = np.array(self.numbers[column]), self.values[column], area / size
+            return np.full(len(at), 2.0**62)
+        n, value = np.array(self.numbers[column]), self.values[column]
         k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
         low, high = np.array(value)[[k, k + 1]]
         found = low + (high - low) * (at - n[k]) / (n[k + 1] - n[k])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -90,7 +90,11 @@ class Surface:
         """
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
         reached = 0 if grid is None else max(grid.ends)
-        starts = np.array(sorted({*_STARTS, max(reached, 1), *_changes(pieces, points)}), np.int64)
+        begins = {*_STARTS, max(reached, 1), *_changes(pieces, points)}
+        if grid is not None:
+            begins |= {max(n, 1) for n in chain(*grid.numbers)}
+            begins |= {low + 1 for low, _ in (*grid.jumps, ())[0]}
+        starts = np.array(sorted(begins), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
         shape = tuple(map(len, levels))
