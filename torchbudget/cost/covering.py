@@ -109,7 +109,7 @@ class Covering:
     _symbolic: dict[Shape, Trace] = field(default_factory=dict)
     _columns: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     _numbers: set[int] = field(default_factory=set)  # of samples, that every column has
-    _jump: int = 0  # up to so many samples, bytes jump
+    _jumps_in_n: int = 0  # up to so many samples, bytes jump
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
     # The most samples of a size before its traces were given up.
@@ -354,42 +354,42 @@ class Covering:
         corners = (self._beside((_SOME_N, *size), sizes) for size in product(*sizes))
         left = np.concatenate([*corners, left[:_HELD_OUT]])
         while (off := self._hold_out(sizes, left)) is not None:
-            if off[1:] in product(*sizes) or self.grid.held([off])[0, 0] != off[0]:
+            few = off[0] <= self._jumps_in_n or off[1:] in self._columns
+            if few and off[0] not in self._numbers:
                 self._numbers.add(off[0])
                 continue
-            size = self._node(off, sizes)  # it would raise other shapes, too, so it becomes a node
+            size = self._node(off, sizes, self.grid.jumps)
             left = np.concatenate([self._beside((off[0], *size), sizes), left])
             sizes = [sorted({*one, new}) for one, new in zip(sizes, size, strict=True)]
 
-    def _beside(self, shape: Shape, sizes: list[list[int]]) -> IntArray:
-        """Shapes right beside one of a grid, and halfway to the next ones, on each axis.
-
-        They show on which axis bytes jump, or whether they fall at a size that needs no padding.
-        """
+    def _beside(self, shape: Shape, sizes: list[list[int]]) -> list[Shape]:
+        """The shapes halfway to the next sizes of a grid, on each axis."""
         found, domain = [], self.subject.domain
         number = min(self._column(domain.between(0.0)), key=lambda n: abs(n - shape[0]))
         for axis, (own, known) in enumerate(zip(shape[1:], sizes, strict=True)):
             below, above = [k for k in known if k < own][-1:], [k for k in known if k > own][:1]
             halfway = [domain.on_axis(axis, (own * end) ** 0.5) for end in below + above]
-            for size in {*domain.beside(axis, own), *halfway}:
-                found.append((number, *shape[1 : 1 + axis], size, *shape[2 + axis :]))
-        return np.array(found, np.int64)
+            found += [(number, *shape[1 : 1 + axis], k, *shape[2 + axis :]) for k in halfway]
+        return found
 
-    def _node(self, shape: Shape, sizes: list[list[int]]) -> tuple[int, ...]:
+    def _node(self, shape: Shape, sizes: list[list[int]], jumps: Sequence[Sequence[int]]) -> Shape:
         """A size between the neighbours of a shape on each axis: an end of the jump, or the middle."""
         found = [*shape[1:]]
+
+        def at(axis: int, size: int) -> int:
+            return self._at((*shape[: 1 + axis], size, *shape[2 + axis :]))
+
         for axis, known in enumerate(sizes):
             if found[axis] in known:
                 continue
-            pair = low, high = [known[bisect(known, shape[1 + axis]) - k] for k in (1, 0)]
-            at = lambda size: self._at((*shape[: 1 + axis], size, *shape[2 + axis :]))  # noqa: B023,E731
+            low, high = (known[bisect(known, found[axis]) - k] for k in (1, 0))
+            jump = low in jumps[axis]
             middle = found[axis] = self.subject.domain.on_axis(axis, (low * high) ** 0.5)
-            if tuple(pair) not in self.grid.jumps[1 + axis]:
-                continue
-            while low < middle < high:  # on in the half in which bytes rise more
-                low, high = (low, middle) if 2 * at(middle) > at(low) + at(high) else (middle, high)
+            while jump and low < middle < high:  # on in the half in which bytes rise more
+                rises = 2 * at(axis, middle) > at(axis, low) + at(axis, high)
+                low, high = (low, middle) if rises else (middle, high)
                 middle = self.subject.domain.on_axis(axis, (low * high) ** 0.5)
-            if at(high) / at(low) > (1 + _OFF) * high / low:
+            if jump and at(axis, high) / at(axis, low) > (1 + _OFF) * high / low:
                 found[axis] = next((one for one in (low, high) if one not in known), found[axis])
         return (*found,)
 
@@ -398,34 +398,25 @@ class Covering:
 
         Traces that are between nodes on one axis alone come first: they show on which.
         """
-        for known, values in zip(map(np.array, grid.numbers), map(np.array, grid.values), strict=True):
-            share = (known[1:-1] - known[:-2]) / (known[2:] - known[:-2])
-            line = values[:-2] + share * (values[2:] - values[:-2])
-            above = known[2:][values[1:-1] > line * (1 + _OFF)]
-            self._jump = max(self._jump, *above.tolist(), 0)
-        ends = [(max(one), {*one}) for one in grid.numbers]
-        every = {n for one in grid.numbers for n in one if n <= self._jump}
-        common = sorted(n for n in every if all(n in one or n > last for last, one in ends))
+        for n, values in zip(map(np.array, grid.numbers), map(np.array, grid.values), strict=True):
+            share = (n[1:-1] - n[:-2]) / (n[2:] - n[:-2])
+            above = values[1:-1] > (1 + _OFF) * (values[:-2] + share * (values[2:] - values[:-2]))
+            self._jumps_in_n = max(self._jumps_in_n, *n[2:][above].tolist(), 0)
         shapes = np.array([(probe.n, *probe.size) for probe in self.probes])
         own = first_held(self.pieces, shapes)[0] == len(self.pieces)
         shapes, real = shapes[own], np.array([probe.peak_bytes for probe in self.probes])[own]
-        # The lower node, if a trace is between that and the next one; else -1.
-        places = np.array([
-            np.where(np.isin(at, known), 0, np.searchsorted(known, at)) - 1
-            for known, at in zip(grid.sizes, shapes[:, 1:].T, strict=True)
-        ])
-        pairs = [[*pairwise(known)] for known in grid.sizes]
-        jumps: list[set[Any]] = [{*pairwise(common)}, *(set() for _ in pairs)]
-        along_n: list[set[Any]] = [set() for _ in pairs]
-        grid = replace(grid, jumps=tuple(map(tuple, jumps)))
-        for count, found in product(range(1, 1 + len(pairs)), (along_n, jumps[1:])):
+        each = [*zip(map(np.array, grid.sizes), shapes[:, 1:].T, strict=True)]
+        lows = np.array([known[np.searchsorted(known, at, "right") - 1] for known, at in each])
+        between = lows < shapes[:, 1:].T
+        none: Any = ((),) * len(lows)
+        grid = replace(grid, along_n=none, jumps=none, jumps_in_n=self._jumps_in_n)
+        for count, name in product(range(1, 1 + len(lows)), ("along_n", "jumps")):
             off = real / grid.bytes_at(shapes) - 1
-            off = off > _OFF if found is not along_n else abs(off) > _OFF
-            off &= (places >= 0).sum(axis=0) == count
-            for its, its_pairs, at in zip(found, pairs, places, strict=True):
-                its |= {its_pairs[k] for k in at[off] if k >= 0}
-            lows = tuple(tuple(sorted(low for low, _ in one)) for one in along_n)
-            grid = replace(grid, along_n=lows, jumps=tuple(tuple(sorted(one)) for one in jumps))
+            off = (off if name == "jumps" else abs(off)) > _OFF
+            off &= between.sum(axis=0) == count
+            pairs = zip(getattr(grid, name), lows, off & between, strict=True)
+            found = tuple(tuple({*one, *low[mine].tolist()}) for one, low, mine in pairs)
+            grid = replace(grid, **{name: found})
         return grid
 
     def _limit(self, size: tuple[int, ...]) -> float:
@@ -483,7 +474,8 @@ class Covering:
                 grid = self._fitted(grid)
             found = float(grid.bytes_at([shape])[0])
             off = abs(found / real - 1) > _OFF and min(found, real) <= self.room
-            if off and self._has_time():
+            known = shape[0] in self._numbers and shape[1:] in self._columns
+            if off and not known and self._has_time():
                 self.grid = grid
                 return shape
             shapes.append(shape)

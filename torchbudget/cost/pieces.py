@@ -402,7 +402,8 @@ class Grid:
         reached: the most bytes that were measured; larger batches are not known.
         raised: the share by which bytes are raised, for the largest error on other shapes.
         along_n: for each axis, the sizes up to whose next one bytes are linear along the same n.
-        jumps: for n and for each axis, pairs of neighbours between which bytes jump.
+        jumps: for each axis, the sizes between which and the next one bytes jump.
+        jumps_in_n: the number of samples up to which bytes jump between those of a column.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -412,7 +413,8 @@ class Grid:
     reached: int = MAX_BYTES
     raised: float = 0.0
     along_n: tuple[tuple[int, ...], ...] = ()
-    jumps: tuple[tuple[tuple[int, int], ...], ...] = ()
+    jumps: tuple[tuple[int, ...], ...] = ()
+    jumps_in_n: int = 0
 
     @property
     def floor(self) -> float:
@@ -427,7 +429,7 @@ class Grid:
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, 1 + d)`: shape `(S,)`; 2⁶² if nothing was measured."""
-        shapes = self.held(shapes)
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         total = np.zeros(len(shapes))
         for columns, weight, ratio in self._corners(shapes[:, 1:]):
             for column in np.unique(columns[weight > 0]).tolist():
@@ -435,18 +437,10 @@ class Grid:
                 total[mine] += weight[mine] * self._along(column, (shapes[:, 0] * ratio)[mine])
         return total * (1 + self.raised)
 
-    def held(self, shapes: npt.ArrayLike) -> IntArray:
-        """The shapes, `(S, 1 + d)`, whose bytes count: the upper end of a jump in place of others."""
-        held = np.array(shapes, np.int64, ndmin=2)
-        for own, pairs in zip(held.T, self.jumps, strict=False):
-            for low, high in pairs:
-                own[(low < own) & (own < high)] = high
-        return held
-
     def known_at(self, sizes: IntArray) -> IntArray:
         """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
         known, ends = np.full(len(sizes), float(max(self.ends))), np.array(self.ends, float)
-        for columns, weight, ratio in self._corners(self.held(np.insert(sizes, 0, 0, 1))[:, 1:]):
+        for columns, weight, ratio in self._corners(sizes):
             ended = (ends[columns] < ends.max()) & (weight > 0)
             known = np.where(ended, np.minimum(known, ends[columns] / ratio), known)
         return known.astype(np.int64)
@@ -459,12 +453,13 @@ class Grid:
             inside = np.clip(own, known[0], known[-1])
             below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
             above = np.minimum(below + 1, len(known) - 1)
-            share = (inside - known[below]) / np.maximum(known[above] - known[below], 1)
-            along_n = np.isin(known[below], self.along_n[axis] if self.along_n else ())
-            each = [(below, 1 - share), (above, share)]
-            corners.append(
-                [(at, weight, np.where(along_n, 1, inside / known[at])) for at, weight in each]
-            )
+            low, high = known[below], known[above]
+            if self.jumps:
+                inside = np.where(np.isin(low, self.jumps[axis]) & (low < inside), high, inside)
+            along_n = np.isin(low, self.along_n[axis] if self.along_n else ())
+            share = (inside - low) / np.maximum(high - low, 1)
+            lower = below, 1 - share, np.where(along_n, 1, inside / low)
+            corners.append((lower, (above, share, np.where(along_n, 1, inside / high))))
         for corner in product(*corners):
             at, weights, ratios = zip(*corner, strict=True)
             columns = np.ravel_multi_index(at, tuple(map(len, self.sizes)))
@@ -475,6 +470,7 @@ class Grid:
             return np.full(len(at), 2.0**62)
         n, value = np.array(self.numbers[column]), self.values[column]
         k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
+        at = np.where((n[k] < at) & (at < n[k + 1]) & (at <= self.jumps_in_n), n[k + 1], at)
         low, high = np.array(value)[[k, k + 1]]
         found = low + (high - low) * (at - n[k]) / (n[k + 1] - n[k])
         return np.asarray(np.maximum(found, self.floor))

@@ -117,14 +117,6 @@ class Domain:
         rounded = -(-round(wanted) // self.multiple) * self.multiple
         return min(max(rounded, self.smallest[axis]), self.largest[axis])
 
-    def beside(self, axis: int, size: int) -> list[int]:
-        """The next smaller and the next larger size on an axis; of known sizes, those."""
-        if self.known is None:
-            both = [size - self.multiple, size + self.multiple]
-            return [one for one in both if self.smallest[axis] <= one <= self.largest[axis]]
-        sizes = self.known[:, axis]
-        return [*np.unique(sizes[sizes < size])[-1:], *np.unique(sizes[sizes > size])[:1]]
-
     def nodes(self, count: int) -> list[list[int]]:
         """Up to a number of sizes on each axis, from the smallest to the largest."""
         return [

@@ -92,8 +92,8 @@ class Surface:
         reached = 0 if grid is None else max(grid.ends)
         begins = {*_STARTS, max(reached, 1), *_changes(pieces, points)}
         if grid is not None:
-            begins |= {max(n, 1) for n in chain(*grid.numbers)}
-            begins |= {low + 1 for low, _ in (*grid.jumps, ())[0]}
+            ends = {n for n in chain(*grid.numbers) if 0 < n <= grid.jumps_in_n}
+            begins |= {*ends, *(n + 1 for n in ends)}
         starts = np.array(sorted(begins), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
