@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from torchbudget import progress
 from torchbudget.progress import counting
 from torchbudget.tables import aligned
 
@@ -44,3 +45,26 @@ def test_the_bar_advances_by_the_counts(monkeypatch: pytest.MonkeyPatch) -> None
     with counting(unit="letters") as advance:
         advance(3)
     assert len(updates) == 1
+
+
+def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal or without tqdm, what has a description says how far it is."""
+    monkeypatch.setattr(progress, "_EVERY_S", 0)
+    for has_tqdm in (True, False):
+        if not has_tqdm:
+            monkeypatch.setitem(sys.modules, "tqdm", None)
+        with progress.counting(unit="shapes", description="measuring") as advance:
+            advance(3)
+            advance(1)
+        with progress.counting(unit="samples", total=1000, description="sizes") as advance:
+            advance(7)
+        with progress.counting(unit="batches") as advance:
+            advance(7)
+        with progress.counting(unit="shapes", description="hidden", shown=False) as advance:
+            advance(7)
+        told = "measuring: 3 shapes in 0 s\nmeasuring: 4 shapes in 0 s\nsizes: 7 of 1,000 samples "
+        assert capfd.readouterr().err == f"{told}in 0 s\n"
+    monkeypatch.setattr(progress, "_EVERY_S", 10)
+    with progress.counting(unit="shapes", description="measuring") as advance:
+        advance(3)
+    assert not capfd.readouterr().err

@@ -21,6 +21,7 @@ from torchbudget.host.options import loader_options
 from torchbudget.machine.allocators import configure_allocators
 from torchbudget.observe.monitor import MemoryMonitor
 from torchbudget.plan.step import plan_step
+from torchbudget.restoring import is_measuring
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
@@ -58,6 +59,7 @@ __all__ = [
     "evaluate",
     "fit",
     "format_bytes",
+    "is_measuring",
     "joint_backward",
     "limit_device_memory",
     "load_cost",

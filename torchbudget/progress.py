@@ -1,11 +1,17 @@
-"""A progress bar, where tqdm is installed and there is a terminal."""
+"""A progress bar, where tqdm is installed and there is a terminal; else lines for a log."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from typing import Any, Final
+
+from torchbudget.distributed import Ranks
+
+_EVERY_S: Final = 10  # a line in a log
 
 
 @contextmanager
@@ -15,32 +21,45 @@ def counting(
     total: int | None = None,
     description: str | None = None,
     leave: bool = True,
-    delay_s: float = 0,
     shown: bool = True,
 ) -> Iterator[Callable[[int], object]]:
     """Show a bar that advances by the number with which the yielded function is called.
 
-    Without tqdm no bar is shown: no iteration should fail because of a missing bar.
+    Without tqdm, or without a terminal, there is no bar: no iteration should fail because of a
+    missing bar. A count with a description then writes lines to standard error, each at the first
+    call that comes ten seconds or more after the line before.
 
     Args:
         unit: of the counts, in the plural.
         total: sum of the counts; `None` if it is unknown.
-        description: shown before the bar.
+        description: shown before the bar; without it there are no lines.
         leave: keep the bar on the screen at the end.
-        delay_s: show it only after so many seconds.
-        shown: show it at all.
+        shown: show anything at all.
     """
-    if not shown or find_spec("tqdm") is None:
-        yield lambda _: None
-        return
-    from tqdm.auto import tqdm
+    bar: Any = None
+    if shown and find_spec("tqdm") is not None:
+        from tqdm.auto import tqdm
 
-    with tqdm(
-        total=total, desc=description, unit=f" {unit}", disable=None, leave=leave, delay=delay_s
-    ) as bar:
-        yield bar.update
+        bar = tqdm(total=total, desc=description, unit=f" {unit}", disable=None, leave=leave)
+    has_lines = shown and description and (bar is None or bar.disable)
+    done, begun_s = 0, time.monotonic()
+    said_s = begun_s
+
+    def advance(count: int) -> None:
+        nonlocal done, said_s
+        done, now_s = done + count, time.monotonic()
+        if has_lines and now_s - said_s >= _EVERY_S:
+            said_s = now_s
+            of = "" if total is None else f" of {total:,}"
+            say([f"{description}: {done:,}{of} {unit} in {now_s - begun_s:.0f} s"])
+        if bar is not None:
+            bar.update(count)
+
+    with nullcontext() if bar is None else bar:
+        yield advance
 
 
 def say(lines: Iterable[str]) -> None:
-    """Write lines for people to standard error, where bars are shown, too."""
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    """Write lines for people to standard error, where bars are shown, too; only on rank 0."""
+    if not Ranks().rank:
+        sys.stderr.write("".join(f"{line}\n" for line in lines))

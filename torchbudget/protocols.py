@@ -96,7 +96,8 @@ class Stateful(Protocol):
 class StepSource(Protocol):
     """A source of micro-batches that plans how they make up optimizer steps.
 
-    `MemoryBudgetBatchSampler` is one; `GradAccumulator(…, steps=…)` takes any.
+    `MemoryBudgetBatchSampler` is one; `GradAccumulator(…, steps=…)` takes any. If it also has
+    `keeps_units = True`, micro-batches have whole units, which `run_or_split` does not cut.
     """
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +66,26 @@ class RandomState:
         if self.devices:
             for (_, write), state in zip(_of_devices(), self.devices, strict=False):
                 write(state)
+
+
+def states_outside_torch(generators: Iterable[Any]) -> bytes:
+    """The states of Python's and NumPy's global generators, and of further ones, to be compared."""
+    states: list[Any] = [random.getstate(), np.random.get_state()]
+    for one in generators:
+        if isinstance(one, np.random.Generator):
+            states.append(one.bit_generator.state)
+        else:
+            states.append(one.getstate() if isinstance(one, random.Random) else one.get_state())
+    return pickle.dumps(states)
+
+
+def reseed_outside_torch(generators: Iterable[Any], seed: int) -> None:
+    """Seed Python's and NumPy's global generators, and further ones."""
+    for one in (random, np.random, *generators):
+        if isinstance(one, np.random.Generator):
+            one.bit_generator.state = type(one.bit_generator)(seed).state
+        else:
+            one.seed(seed)
 
 
 def _of_devices() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import random
 import shutil
 import tempfile
@@ -22,13 +23,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from torchbudget.dtensors import local_part
+from torchbudget.dtensors import SPARSE, part_bytes, plain_parts
 from torchbudget.errors import CostError
-from torchbudget.random_state import RandomState
+from torchbudget.random_state import RandomState, reseed_outside_torch, states_outside_torch
 from torchbudget.units import format_bytes
 
-# Deep enough for a trainer with a context with a model; large containers are not searched.
+# Deep enough for a trainer with a context with a model.
 _DEPTH: Final = 8
+# Longer containers are data and are not searched, but for a dictionary's tensors, as of averages.
 _MOST_ITEMS: Final = 1000
 # Containers inside a module's or an optimizer's own are restored to this depth.
 _NESTED: Final = 4
@@ -41,10 +43,7 @@ _HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS: Final = (dict, list, set, deque)
 _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
-_NOT_SEARCHED: Final = (
-    *(types.ModuleType, type, logging.Logger),
-    *(torch.Tensor, torch.optim.Optimizer),
-)
+_NOT_SEARCHED: Final = (types.ModuleType, type, logging.Logger)
 _DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
 
 
@@ -54,6 +53,33 @@ class AccumulatesGradients(Protocol):
 
     def single_steps(self) -> AbstractContextManager[None]:
         """Make each micro-batch inside a step of its own, and forget all of them at the end."""
+
+    def no_steps(self) -> AbstractContextManager[None]:
+        """Let no micro-batch inside end a step, and forget all of them at the end."""
+
+    def has_several(self) -> bool:
+        """Return whether steps have several micro-batches."""
+
+
+_measurements = 0  # that are in progress
+
+
+def is_measuring() -> bool:
+    """Return whether torchbudget calls the step now to measure it, rather than to train.
+
+    Measuring restores model, optimizer and tensors, but not what a step does to the world: let the
+    step leave out its log, its checkpoint and its progress bar. True in traces and in real runs of
+    `measure_cost`, `loader`, `predict`, `trace_peak_bytes`, `DenseCost.of` and `warm_up`.
+
+    >>> losses = []
+    >>> def log(loss):
+    ...     if not torchbudget.is_measuring():
+    ...         losses.append(float(loss))
+    >>> log(2.5)
+    >>> losses
+    [2.5]
+    """
+    return _measurements > 0
 
 
 def reachable(step: object) -> Iterator[Any]:
@@ -83,10 +109,16 @@ def _references(one: Any) -> list[Any]:
     if isinstance(one, types.BuiltinMethodType):
         return [one.__self__]
     if isinstance(one, (*_CONTAINERS, tuple, frozenset)):
-        return list(_values_of(one)) if len(one) <= _MOST_ITEMS else []
+        values = [*_values_of(one)] if isinstance(one, dict) or len(one) <= _MOST_ITEMS else []
+        is_long = len(values) > _MOST_ITEMS
+        return [value for value in values if not is_long or isinstance(value, torch.Tensor)]
     if isinstance(one, _NOT_SEARCHED):
         return []
     attributes = getattr(one, "__dict__", {})
+    if isinstance(one, torch.Tensor):  # such as `grad_sample` of a parameter
+        return [value for value in attributes.values() if isinstance(value, torch.Tensor)]
+    if isinstance(one, torch.optim.Optimizer):  # which may wrap another one
+        return [value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)]
     if isinstance(one, _DATA):
         return [value for value in attributes.values() if isinstance(value, _STATEFUL + _DATA)]
     values = [*_slots_of(one).values()]
@@ -189,6 +221,9 @@ class TrainingState:
         self._slotted = [one for one in found if not _is_of_torch(one) and _slots_of(one)]
         self._generators = [one for one in found if isinstance(one, _GENERATORS)]
         self._functions = [one for one in found if isinstance(one, types.FunctionType)]
+        self._others = [one for one in self._generators if not isinstance(one, torch.Generator)]
+        self._of_helpers: list[tuple[Any, Any]] = []  # containers of `_helpers`, with their items
+        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tensors that are restored
 
     def parts(self) -> Iterator[nn.Module]:
         """The modules and their submodules."""
@@ -209,10 +244,54 @@ class TrainingState:
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
+    @contextmanager
+    def modes_kept(self) -> Iterator[None]:
+        """Put all modules back into the training or evaluation mode that they are in."""
+        modes = [(part, part.training) for part in self.parts()]
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+
+    def rewind(self) -> None:
+        """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
+        for container, items in self._of_helpers:
+            _refill(container, items)
+
+    def draws(self) -> bytes:
+        """The states of all generators but torch's, whose draws a trace cannot follow."""
+        return states_outside_torch(self._others)
+
+    def reseed(self, seed: int) -> None:
+        """Give all generators but torch's another state; `restored` restores them."""
+        reseed_outside_torch(self._others, seed)
+
+    def replaced_bytes(self) -> int:
+        """Bytes that are kept only to be restored, since the step gave tensors other storages."""
+        now = {part.untyped_storage()._cdata for one, _ in self._aliases for part in _strided(one)}
+        kept = (part.untyped_storage() for _, alias in self._aliases for part in _strided(alias))
+        return sum({one._cdata: one.nbytes() for one in kept if one._cdata not in now}.values())
+
+    def bytes_by_kind(self) -> dict[str, float]:
+        """Bytes of all tensors but dense gradients; infinite for a graph that gradients keep."""
+        found = {"tensors in attributes, lists or closures": 0.0, "sparse gradients": 0.0}
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        for gradient in gradients:
+            if gradient.layout in SPARSE:
+                found["sparse gradients"] += part_bytes(gradient)
+            if gradient.grad_fn is not None:
+                found["gradients that keep their graph, by create_graph=True"] = math.inf
+        others = {id(one): one for one in [*self.tensors(), *self._loose]}
+        for gradient in gradients:
+            others.pop(id(gradient), None)
+        found["tensors in attributes, lists or closures"] += sum(map(part_bytes, others.values()))
+        return found
+
     def _saved(self) -> list[tuple[Any, Any]]:
         """All containers of modules, optimizers and helpers, each with a shallow copy."""
-        owners = [*self.parts(), *self.optimizers, *self._helpers]
-        return [saved for one in owners for saved in _nested_copies(vars(one))]
+        # Parameters may have attributes, such as gradients of each sample.
+        return _copies_of([*self.parts(), *self.parameters(), *self.optimizers, *self._helpers])
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +320,11 @@ class TrainingState:
         Raises:
             CostError: the temporary folder has no room for the values; nothing ran.
         """
-        written = {id(one): one for one in [*self.tensors(), *self._loose] if contents}
+        tensors = {id(one): one for one in [*self.tensors(), *self._loose]}.values()
+        flags = [(one, one.requires_grad) for one in tensors if one.is_leaf]
+        # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
+        self._aliases = [(one, one.detach()) for one in tensors]
+        self._of_helpers = _copies_of(self._helpers)
         gradients = [(p, p.grad) for p in self.parameters()]
         always = self._saved()
         users = [(one, copy.copy(one)) for one in self._containers]
@@ -249,8 +332,10 @@ class TrainingState:
         arrays = [(one, one.copy()) for one in self._arrays if not contents]
         slots = [(one, _slots_of(one)) for one in self._slotted if not contents]
         names = [(one, one.value) for function in self._functions for one in _names_of(function)]
-        with copied([*written.values()]) as put_back, ExitStack() as stack:
+        written = [alias for _, alias in self._aliases if contents]
+        with copied(written) as put_back, _measuring(), ExitStack() as stack:
             stack.enter_context(_autocast_cache_kept())
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             stack.callback(RandomState.take().restore)
             for generator in self._generators:
                 stack.callback(_restoring(generator))
@@ -275,9 +360,44 @@ class TrainingState:
                     for key, value in attributes.items():
                         if getattr(one, key, None) is not value:
                             object.__setattr__(one, key, value)
+                for tensor, alias in self._aliases:
+                    if _place_of(tensor) != _place_of(alias):
+                        tensor.data = alias
+                for tensor, needs_gradient in flags:
+                    tensor.requires_grad_(needs_gradient)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
+                self._aliases = []
+
+
+@contextmanager
+def _measuring() -> Iterator[None]:
+    global _measurements  # noqa: PLW0603  (a hook of the backward may ask in another thread)
+    _measurements += 1
+    try:
+        yield
+    finally:
+        _measurements -= 1
+
+
+def _place_of(tensor: torch.Tensor) -> list[Any]:
+    """Where the elements of a tensor are, and how they are arranged."""
+    return [
+        (
+            part.untyped_storage()._cdata,
+            part.storage_offset(),
+            part.shape,
+            part.stride(),
+            part.dtype,
+        )
+        for part in _strided(tensor)
+    ]
+
+
+def _strided(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of a tensor that have a storage."""
+    return [part for part in plain_parts(tensor) if part.layout is torch.strided]
 
 
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
@@ -298,6 +418,10 @@ def is_compiled(one: object) -> bool:
 def _own_containers(owner: object) -> list[Any]:
     attributes = getattr(owner, "__dict__", {})
     return [attributes, *(one for one in attributes.values() if isinstance(one, _CONTAINERS))]
+
+
+def _copies_of(owners: Sequence[object]) -> list[tuple[Any, Any]]:
+    return [saved for one in owners for saved in _nested_copies(vars(one))]
 
 
 def _nested_copies(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -362,7 +486,7 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     is copied.
 
     Args:
-        tensors: may be expanded.
+        tensors: detached; may be expanded.
 
     Yields:
         A function that copies the values back into the tensors.
@@ -370,8 +494,9 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     Raises:
         CostError: the folder has less room than they take; nothing was written.
     """
-    tensors = [local_part(tensor.detach()) for tensor in tensors]
-    tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes
+    # A sparse tensor is copied as a whole, since in-place operations replace its parts.
+    parts = ([one] if one.layout in SPARSE else plain_parts(one) for one in tensors)
+    tensors = [part for its in parts for part in its if part.numel()]  # empty ones have no bytes
     odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
     tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
     _check_room(sum(tensor.nbytes for tensor in tensors))

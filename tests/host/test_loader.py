@@ -146,7 +146,8 @@ def test_a_data_set_of_any_kind(
     assert alone <= occurring - {0}
     if kind != "texts":
         assert alone
-        assert isinstance(sampler.cost, tb.PackedCost if kind == "packed" else tb.MeasuredCost)
+        packs = kind in ("packed", "graphs")
+        assert isinstance(sampler.cost, tb.PackedCost if packs else tb.MeasuredCost)
     assert torch.equal(before, MODEL.weight)
     printed = capfd.readouterr().err
     assert "\nfits   longest sample" in printed
@@ -167,13 +168,46 @@ def test_a_cost_is_cached(
         loader(data, step, budget, cost_cache=path)
         return bool(traced)
 
-    monkeypatch.setattr(loaders, "still_holds", lambda *_: True)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "")
     assert [is_measured(), is_measured()] == [True, False]
     assert [is_measured("3GiB"), is_measured("3GiB"), is_measured("3GiB", least=9)] == [1, 0, 1]
     path.write_text("{}")
     assert [is_measured(), is_measured()] == [True, False]
-    monkeypatch.setattr(loaders, "still_holds", lambda *_: False)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "it needed more")
     assert is_measured()
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+def test_a_cache_keeps_a_cost_for_each_description(
+    tmp_path: Path,
+    traced: list[tuple[int, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Loaders with one file do not measure in turn; a line says why a file is not used."""
+    path = tmp_path / "cost.json"
+
+    def printed(budget: str) -> str:
+        traced.clear()
+        loader(dicts(), step, budget, cost_cache=path)
+        return capfd.readouterr().err
+
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "")
+    assert "not used" not in printed("2GiB")
+    first = tb.load_cost(path)
+    differs = f"{path} is not used: budget: '{tb.GiB(2)} bytes' then, '{tb.GiB(3)} bytes' now\n"
+    assert differs in printed("3GiB")
+    assert traced
+    for budget in ("2GiB", "3GiB"):
+        assert "measuring" not in printed(budget)
+        assert not traced
+    assert tb.load_cost(path).room == tb.GiB(3)  # the last one
+    assert tb.load_cost(path, first.measured_on).room == tb.GiB(2)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "it needed more")
+    assert f"{path} is not used: it needed more" in printed("2GiB")
+    assert len(json.loads(path.read_text())) == 2  # measured again in place of the former
+    path.write_text("[]")
+    assert f"{path} is not used: {path} is not a saved cost" in printed("2GiB")
 
 
 class Tokenizer:
@@ -402,6 +436,14 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
     assert sampler.report().steps == 3
     assert len(sampler) == len([*made])
     assert pickle.loads(pickle.dumps(made.collate_fn))(dicts()[:2])["ids"].ndim == 2  # noqa: S301
+    given = DataLoader(dicts(), 8, drop_last=True)
+    capfd.readouterr()
+    made = loader(given, TOKENS, 99, num_workers=1, prefetch_factor=3, timeout=60)
+    assert (made.prefetch_factor, made.timeout) == (3, 60)
+    assert sum(len(batch) for batch in made.batch_sampler) == len(dicts())
+    assert "the budget sets it; so is drop_last" in capfd.readouterr().err
+    with pytest.raises(OptionError, match="host bytes choose prefetch_factor: leave it out"):
+        loader(dicts(), TOKENS, tb.MemoryBudget(device=99, host="64GiB"), prefetch_factor=3)
     host = loader(dicts(), TOKENS, tb.MemoryBudget(device=99, host="64GiB"), num_workers=1)
     assert (host.num_workers, host.prefetch_factor) == (1, 8)
     assert "\nhost   num_workers=1, prefetch_factor=8" in capfd.readouterr().err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PaddedCost,
     evaluate,
+    measure_cost,
     trace_peak_bytes,
 )
 from torchbudget.errors import OptionError, StateError, StepError
@@ -370,6 +372,50 @@ def test_steps_are_read_anew_in_each_iteration() -> None:
     assert taken(accumulator, model, 3) == [1, 2]
     with pytest.raises(OptionError, match="no further step is planned"):
         taken(accumulator, model, 1)
+
+
+def labels_that_count(x: torch.Tensor) -> int:
+    return int(x.ne(-100).sum())
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "splits"),
+    [
+        (len, {"steps": 2}, False),
+        (len, {"samples": 1000}, True),
+        (lambda x: x.shape[0] * x.shape[1], {"weight": 1000}, False),
+        (lambda x: x.numel() / 2, {"steps": 2, "mean": True}, True),
+        (labels_that_count, {"steps": 2, "mean": True}, False),
+    ],
+)
+def test_a_weight_does_not_fix_the_shape_of_a_trace(
+    weight: Callable[[torch.Tensor], float], options: dict[str, Any], splits: bool
+) -> None:
+    """One symbolic trace, without a grid, is exact at every shape, whatever the weight is."""
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50))
+    accumulator = GradAccumulator(torch.optim.AdamW(model.parameters()), model, **options)
+
+    def train(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight(x), samples=len(x)):
+            reduction = "mean" if accumulator.mean else "sum"
+            accumulator.backward(
+                torch.nn.functional.cross_entropy(model(x).mT, x, reduction=reduction)
+            )
+
+    def step(x: torch.Tensor) -> None:
+        if splits:
+            accumulator.run_or_split(train, x)
+        else:
+            train(x)
+
+    def make_batch(n: int, length: int) -> torch.Tensor:
+        return torch.ones(n, length, dtype=torch.int64)
+
+    cost = measure_cost(step, make_batch, max_size=256, method="trace")
+    assert (cost.grid, len(cost.pieces)) == (None, 1)
+    for shape in ((1, 9), (1, 200), (2, 5), (7, 256), (300, 64)):
+        assert cost.label(*shape) in ("exact", "tested")
+        assert cost.traced_bytes(*shape) == trace_peak_bytes(step, make_batch(*shape))
 
 
 class StepsAlone:

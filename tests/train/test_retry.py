@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,13 @@ from tests.support.large_steps import (
 )
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
-from torchbudget import GradAccumulator, PackCollate, PadCollate, PaddedCost
+from torchbudget import (
+    GradAccumulator,
+    MemoryBudgetBatchSampler,
+    PackCollate,
+    PadCollate,
+    PaddedCost,
+)
 from torchbudget.errors import OptionError, SampleTooLargeError, StepError
 from torchbudget.machine import out_of_memory
 from torchbudget.protocols import SplittableBatch, SplittablePaddedBatch
@@ -225,6 +231,62 @@ def test_what_cannot_be_split() -> None:
         accumulator.run_or_split(print, torch.zeros(2), cost=cost)
     with pytest.raises(StepError, match="opened no micro_batch"):
         GradAccumulator(optimizer, model).run_or_split(print, torch.zeros(2))
+
+
+class Pairs:
+    """A batch of preference pairs, which splits between pairs."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.num_samples = x, len(x)
+
+    def split(self, n: int) -> list[Pairs]:
+        return [Pairs(part.flatten(0, 1)) for part in self.x.unflatten(0, (-1, 2)).tensor_split(n)]
+
+
+def test_units_of_one_micro_batch_are_not_cut() -> None:
+    """Whatever the batch's type, at the first call, also where memory suffices.
+
+    A type that splits itself is taken to know its units: the step is then that of the whole batch.
+    """
+    lengths, pairs = [1] * 12, [i // 2 for i in range(12)]
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+
+    def training(units: Any) -> tuple[nn.Module, GradAccumulator, Callable[[Any], None], list[int]]:
+        sampler = MemoryBudgetBatchSampler(
+            lengths, PaddedCost(unit_bytes=1), 6, samples_per_step=12, units=units
+        )
+        model, tried = nn.Linear(3, 1), []
+        accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+
+        def step(batch: Any) -> None:
+            rows = batch["x"] if isinstance(batch, Mapping) else getattr(batch, "x", batch)
+            tried.append(len(rows))
+            with accumulator.micro_batch(weight=len(rows) // 2):
+                margins = model(rows[::2]) - model(rows[1::2])
+                accumulator.backward(nn.functional.softplus(-margins).sum())
+                if len(rows) == 6:
+                    raise MemoryError
+
+        next(iter(sampler))
+        return model, accumulator, step, tried
+
+    collated = PadCollate()([{"x": one} for one in x[:6]])
+    for batch in (collated, {"x": x[:6]}, x[:2]):
+        _, accumulator, step, tried = training((pairs, "micro_batch"))
+        with pytest.raises(OptionError, match="keeps each unit in one micro-batch"):
+            accumulator.run_or_split(step, batch)
+        assert tried == []
+    _, accumulator, step, tried = training(pairs)  # a unit may take several micro-batches
+    accumulator.run_or_split(step, x[:4])
+    assert tried == [4]
+    accumulator.flush()
+
+    model, accumulator, step, tried = training((pairs, "micro_batch"))
+    accumulator.run_or_split(step, Pairs(x[:6]))
+    assert tried == [6, 4, 2]
+    loss = nn.functional.softplus(model(x[1:6:2]) - model(x[:6:2])).sum()
+    torch.testing.assert_close(model.weight.grad, *torch.autograd.grad(loss, model.weight))
+    accumulator.flush()
 
 
 class NoMemory(torch.optim.SGD):

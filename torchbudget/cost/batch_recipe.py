@@ -16,6 +16,7 @@ import torch
 
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import FloatArray
+from torchbudget.dtensors import part_bytes
 
 Shape: TypeAlias = tuple[int, ...]  # (n, size) or (n, size_1, size_2, …)
 
@@ -74,9 +75,9 @@ def leaves_of(batch: Any) -> list[Any]:
 
 def batch_bytes(batch: Any) -> int:
     """Bytes of the tensors and arrays in a batch."""
-    return sum(
-        one.nbytes for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray))
-    )
+    leaves = leaves_of(batch)
+    arrays = sum(one.nbytes for one in leaves if isinstance(one, np.ndarray))
+    return arrays + sum(part_bytes(one) for one in leaves if isinstance(one, torch.Tensor))
 
 
 class _Size(NamedTuple):

@@ -26,6 +26,7 @@ from torchbudget.cost.as_on_cuda import (
 )
 from torchbudget.cost.covering import Covering
 from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.pieces import Probe
 from torchbudget.cost.running import (
     ProbeOutOfMemoryError,
     StepRunner,
@@ -34,6 +35,7 @@ from torchbudget.cost.running import (
 )
 from torchbudget.cost.subject import BatchError, Domain, Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.dtensors import part_bytes
 from torchbudget.errors import CostError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
@@ -158,8 +160,9 @@ def measure_cost(
         subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
+        stack.enter_context(state.modes_kept())
         subject.advance = stack.enter_context(
-            counting(unit="shapes", description="measuring", leave=False, delay_s=0)
+            counting(unit="shapes", description="measuring", leave=False)
         )
         cost = _measured(subject, method, room)
     for idle in subject.checks.idle_optimizers():
@@ -175,16 +178,19 @@ def measure_cost(
     return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
 
 
-def still_holds(
+def why_not(
     cost: MeasuredCost,
     step: Callable[[Any], object],
     make_batch: Callable[[int, Any], Any],
     size: Sequence[int],
     room: int,
-) -> bool:
-    """Whether one real step, on the most samples of a size that fit, needs no more than predicted.
+) -> str:
+    """Return why a saved cost does not hold for a step any more; empty if it holds.
 
-    Everything that the step refers to is restored. Ranks that step together all call it.
+    Traces of a small, a middle and a large batch must have the bytes that they had, and one real
+    step, on the most samples of a size that fit, may need no more than predicted. A step that
+    cannot be traced makes two more real steps. Everything that the step refers to is restored.
+    Ranks that step together all call it.
 
     Args:
         cost: saved before, in another process.
@@ -196,22 +202,48 @@ def still_holds(
     state = TrainingState(step)
     domain = Domain(cost.smallest, cost.largest, cost.multiple)
     subject = Subject(step, make_batch, domain, state, state.device)
-    asked = (*size,) if cost.axes > 1 else size[0]
-    n = min(int(cost.capacity(asked, room)), subject.most_samples((*size,)))
+    full = Probe(1, (*size,), 0, held_out=True, how="run")
+    n = min(int(cost.capacity(full.asked, room)), subject.most_samples(full.size))
     if n < 1:
-        return False
-    try:
+        return "no sample fits"
+    runs = [replace(full, n=n)]
+    known = [probe for probe in cost.probes if probe.how == "trace"] or [*cost.probes]
+    most = {probe.size: probe for probe in sorted(known, key=lambda probe: probe.n)}
+    by_size = sorted(most.values(), key=lambda probe: math.prod(probe.size))
+    with state.modes_kept():
+        if by_size[0].how == "trace":
+            tracer = Tracer(step, subject.batch, state, checks=subject.checks)
+            largest = (1, *by_size[-1].size)
+            subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
+            for probe in {by_size[0], by_size[len(by_size) // 2], by_size[-1]}:
+                shape = (probe.n, *probe.size)
+                peak = int(tracer.concrete(shape).peaks([shape])[0])
+                if peak != probe.peak_bytes:
+                    return f"a trace of {_of(probe)} has {peak:,} bytes, not {probe.peak_bytes:,}"
+        else:
+            runs += [by_size[0], by_size[len(by_size) // 2]]
         with state.restored(contents=True):
-            peak_bytes = StepRunner(subject).run(n, (*size,)).peak_bytes
-    except ProbeOutOfMemoryError:
-        return False
-    return peak_bytes <= int(cost.batch_bytes(n, asked))
+            runner = StepRunner(subject)
+            for probe in runs:
+                try:
+                    peak = runner.run(probe.n, probe.size).peak_bytes
+                except ProbeOutOfMemoryError:
+                    return f"{_of(probe)} ran out of memory"
+                predicted = int(cost.batch_bytes(probe.n, probe.asked))
+                if peak > predicted:
+                    needed, most_bytes = map(format_bytes, (peak, predicted))
+                    return f"{_of(probe)} needed {needed}, not {most_bytes} at most"
+    return ""
+
+
+def _of(probe: Probe) -> str:
+    return f"{probe.n} samples of size {probe.asked}"
 
 
 def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:
     """Bytes in every peak, by name."""
-    parameters = sum(p.nbytes for p in state.parameters())
-    gradients = sum(p.nbytes for p in state.parameters() if p.requires_grad)
+    parameters = sum(part_bytes(p) for p in state.parameters())
+    gradients = sum(part_bytes(p) for p in state.parameters() if p.requires_grad)
     rest = max(cost.empty - parameters, 0) if cost.pieces else 0
     return {
         "parameters": parameters,
@@ -274,6 +306,9 @@ def _traced(subject: Subject, room: float, seconds: float) -> MeasuredCost:
     tracer = Tracer(
         subject.step, subject.batch, subject.state, checks=subject.checks, target=subject.target
     )
+    largest = domain.occurring((1, *domain.between(1.0)))
+    subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
+    subject.check_left(tracer.left)
     covering = Covering(subject, tracer, room, seconds)
     covering.cover()
     return MeasuredCost(
@@ -309,7 +344,7 @@ def _beside_tensors(subject: Subject) -> int:
         return 0
     from torch.export import _trace  # noqa: F401  # the first symbol imports it: 32 MiB, which stay
 
-    own = sum(tensor.nbytes for tensor in subject.state.tensors())
+    own = sum(part_bytes(tensor) for tensor in subject.state.tensors())
     beside = max(process_memory().resident_bytes - own, 0)
     return -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
 

@@ -225,8 +225,9 @@ class MeasuredCost:
         if self.grid is not None or (surface.starts > 2).any() or square.any() or not is_constant:
             raise CostError(
                 "a packed cost must be a constant plus a share of each sample, but this step was "
-                "interpolated, or has terms in n², or others of the size without n: state a "
-                "PackedCost"
+                "interpolated, or has terms in n², or others of the size without n: pass a "
+                "make_batch(n, size) that concatenates n samples of one size, if the measured one "
+                "did not; else state a PackedCost. loader(packed=False) plans for padding"
             )
         shares = np.ceil(each.max(axis=0)).astype(np.int64)
         unit: Any = (1,) * self.axes  # of several axes, only how many there are
@@ -313,15 +314,19 @@ class MeasuredCost:
         """This cost with another margin; both share what they observe."""
         return replace(self, margin=margin)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, beside: Sequence[MeasuredCost] = ()) -> None:
         """Write the cost as JSON, with a description of its step; `load_cost` reads it.
 
         The saved margin covers observed steps: see `with_observed_margin`. The file is replaced as
         a whole, even if several processes write it.
+
+        Args:
+            path: path of the file.
+            beside: other costs that the file keeps; it is then a list of costs.
         """
-        cost = self.with_observed_margin()
-        written = {"format": _FORMAT, **_plain(cost)}
-        text = json.dumps(written, default=_plain) + "\n"
+        costs = [one.with_observed_margin() for one in (*beside, self)]
+        written = [{"format": _FORMAT, **_plain(one)} for one in costs]
+        text = json.dumps(written if beside else written[0], default=_plain) + "\n"
         write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
 
     def errors(self) -> list[float]:
@@ -430,10 +435,11 @@ class MeasuredCost:
 
 
 def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
-    """Read a cost that `MeasuredCost.save` wrote.
+    """Read a cost that `MeasuredCost.save` wrote, or one of a `cost_cache` of `loader`.
 
     Args:
-        path: path of the file.
+        path: path of the file. Of several costs, the one whose description differs least is read;
+            without `measured_on`, the one that was written last.
         measured_on: description of the step that you will train with, from `describe_step(step)`.
 
     Raises:
@@ -442,21 +448,35 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
     Warns:
         MeasureWarning: it was measured on something else; the warning names the differences.
     """
+    cost, *_ = saved_costs(path, measured_on or {})
+    if differs := differing(cost, measured_on or {}):
+        warn(f"{path} was measured on something else: {'; '.join(differs)}", MeasureWarning)
+    return cost
+
+
+def saved_costs(path: str | Path, measured_on: Mapping[str, str]) -> list[MeasuredCost]:
+    """Read the costs in a file, at least one: the one whose description differs least, first.
+
+    Raises:
+        CostError: see `load_cost`.
+    """
     try:
         read = _tuples(json.loads(Path(path).read_text("utf-8")))
-        cost = _from_file(read) if read["format"] == _FORMAT else None
+        several = read if isinstance(read, tuple) and read else (read,)
+        costs = [_from_file(one) for one in reversed(several)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
-    if cost is None:
-        raise CostError(f"{path}: format {read['format']!r} is not {_FORMAT}; measure again")
-    differing = [
-        f"{name}: {cost.measured_on.get(name)!r} then, {now!r} now"
-        for name, now in (measured_on or {}).items()
-        if cost.measured_on.get(name) != now
+    return sorted(costs, key=lambda cost: len(differing(cost, measured_on)))
+
+
+def differing(cost: MeasuredCost, measured_on: Mapping[str, str]) -> list[str]:
+    """The entries of a description that were others when a cost was measured."""
+    before = cost.measured_on
+    return [
+        f"{name}: {before.get(name)!r} then, {now!r} now"
+        for name, now in measured_on.items()
+        if before.get(name) != now
     ]
-    if differing:
-        warn(f"{path} was measured on something else: {'; '.join(differing)}", MeasureWarning)
-    return cost
 
 
 def _plain(value: Any) -> Any:
@@ -472,6 +492,8 @@ def _tuples(value: Any) -> Any:
 
 
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
+    if read["format"] != _FORMAT:
+        raise ValueError(f"format {read['format']!r} is not {_FORMAT}; measure again")
     parts = {
         "grid": None if read["grid"] is None else Grid(**read["grid"]),
         "pieces": tuple(Piece(**one) for one in read["pieces"]),

@@ -154,6 +154,11 @@ class Trace:
         peaks: IntArray = self.living(shapes).max(axis=0)
         return peaks
 
+    def weight(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The larger peak of both steps at a shape, and the bytes of all allocations."""
+        sizes = np.array(self.base.expressions.evaluate([shape], self.sizes), np.int64)
+        return int(self.peaks([shape])[0]), int(sizes[self.events[self.signs > 0]].sum())
+
     @property
     def equalities(self) -> dict[Any, tuple[int, int, int]]:
         """The conditions that an expression has one value: row, expression and value, by its form.

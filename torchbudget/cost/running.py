@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from typing import Any, Final
@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from torchbudget.cost.agree import joined_ranks
+from torchbudget.cost.batch_recipe import Shape
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
@@ -25,6 +26,7 @@ from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
+from torchbudget.restoring import TrainingState
 from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
@@ -49,6 +51,9 @@ _SEEN_BYTES: Final = 2**24
 # A slope that grows by no more is that of a line: it grew by 0.99 to 1.03 in runs of routed experts
 # and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
 _LINEAR: Final = 1.15
+# Steps of each shape if draws may decide: of 6 layers that are each dropped with a chance of 0.1, a
+# step with all of them is among 8 in 999 of 1,000 cases.
+_DRAWS: Final = 8
 _MOST_CLIMBS: Final = 20  # runs of a size: routed experts took 8
 # Sizes on each of one or two axes that are run without a trace. With five sizes of routed experts,
 # other runs were off by 0.4 %, and with six by 0.7 %; five took 20 s of computing instead of 25.
@@ -138,20 +143,28 @@ class StepRunner:
         Raises:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
-        times = 1 if self._beside_bytes else 2
-        try:
-            peak, beside_bytes, seconds = self._peak([(n, size)] * times)
-        except (ProbeOutOfMemoryError, TorchBudgetError):
-            raise
-        except Exception as error:
-            raise CostError(
-                f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
-                "it must take batches of one sample and more, of all sizes, and make_batch must "
-                "give all fields that it reads, labels included"
-            ) from error
+        times = self._subject.draws if self._beside_bytes else 1 + self._subject.draws
+        peak, beside_bytes, seconds = self._peak([(n, size)] * times)
         self._beside_bytes.append(beside_bytes)
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
+
+    def attempt(self, shape: tuple[int, Size]) -> None:
+        """Make a step on a shape, whether or not it fits.
+
+        Raises:
+            CostError: it raised an error.
+        """
+        with suppress(ProbeOutOfMemoryError):
+            self.peak_of([shape])
+
+    def left(self, shape: Shape) -> dict[str, float]:
+        """Bytes of tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
+        with ExitStack() as stack:
+            for accumulator in self._state.accumulators:
+                stack.enter_context(accumulator.no_steps())
+            self._subject.step(self._subject.batch(shape))
+            return TrainingState(self._subject.step).bytes_by_kind()
 
     def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> Peak:
         """The peak of a step on each shape in turn, without emptying the cache in between.
@@ -187,7 +200,17 @@ class StepRunner:
     def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         """The peak of steps, the memory in use outside tensors, and the seconds of the last."""
         found = [(Peak(), 0, 0.0)]
-        failed = ran_out_of_memory(lambda: found.append(self._run(shapes)))
+        try:
+            failed = ran_out_of_memory(lambda: found.append(self._run(shapes)))
+        except TorchBudgetError:
+            raise
+        except Exception as error:
+            n, size = shapes[-1]
+            raise CostError(
+                f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
+                "it must take batches of one sample and more, of all sizes, and make_batch must "
+                "give all fields that it reads, labels included"
+            ) from error
         peak, beside_bytes, seconds = found[-1]
         failed |= peak.failures > 0  # a library continued without that memory
         worst = self._largest(failed, peak.bytes, peak.retries, seconds)
@@ -204,6 +227,7 @@ class StepRunner:
         with self._subject.checks.checked(), peak_memory(self._device) as peak:
             for n, size in shapes:
                 beside_bytes = self._read_beside_bytes()
+                self._state.rewind()
                 batch = self._subject.batch((n, *size))
                 self._wait()
                 start_s = time.perf_counter()
@@ -212,6 +236,7 @@ class StepRunner:
                 self._wait()
                 seconds = time.perf_counter() - start_s
                 del batch, result
+        peak.bytes -= self._state.replaced_bytes()
         return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
 
     def _wait(self) -> None:
@@ -374,7 +399,20 @@ class _Runs:
         domain = self.subject.domain
         count = _BLIND_SIZES.get(domain.axes, 2)
         nodes = domain.nodes(count)
-        self._run_first(domain.between(0.0))
+        smallest = domain.between(0.0)
+        self.subject.take_larger_mode(lambda: self.runner.attempt((1, smallest)))
+        before = self.subject.state.draws()
+        self._run_first(smallest)
+        if self.subject.state.draws() != before:
+            self.subject.draws = _DRAWS
+            self.subject.warn(
+                "the step draws from a generator outside torch, as of random or numpy.random, and "
+                f"cannot be traced: {_DRAWS} steps are run on each shape. If its memory depends on "
+                "the draws, let it make the choice that needs the most while "
+                "torchbudget.is_measuring()"
+            )
+        if 2 * self.probes[0].peak_bytes - self.runner.idle_bytes <= self.room:
+            self.subject.check_left(self.runner.left)
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)

@@ -21,6 +21,10 @@ from torchbudget.warn import warn
 
 # Devices whose memory is measured; a step on the meta device can be traced.
 _MEASURED: Final = ("cpu", "cuda", "meta")
+_NO_GRADIENTS: Final = (
+    "the model had no gradients yet: to evaluate between the steps of a training, measure after "
+    "its first step, when gradients and the optimizer's state are allocated"
+)
 
 
 class StepChecks:
@@ -31,11 +35,13 @@ class StepChecks:
 
     Attributes:
         forward_only: whether the step that was checked last made no gradients.
+        trained: outermost modules with a parameter that got a gradient.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self.forward_only = False
+        self.trained: set[nn.Module] = set()
         self._stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
 
     def check_parameters(self, *, contents: bool) -> None:
@@ -113,11 +119,19 @@ class StepChecks:
             self._stepped.update(with_gradients)
             stepped.append(bool(with_gradients))
 
-        made: list[bool] = []  # also of a gradient that `torch.autograd.grad` does not accumulate
+        made: list[
+            nn.Module | None
+        ] = []  # also of a gradient that `torch.autograd.grad` does not accumulate
+        owners: list[tuple[nn.Module | None, list[torch.Tensor]]] = [(None, parameters)]
+        owners += [(one, [*one.parameters()]) for one in self._state.modules]
         handles = [
             register_optimizer_step_pre_hook(check),
             register_optimizer_step_post_hook(note),
-            register_multi_grad_hook(parameters, lambda _: made.append(True), mode="any"),
+            *(
+                register_multi_grad_hook(own, lambda _, one=one: made.append(one), mode="any")
+                for one, own in owners
+                if own
+            ),
         ]
         try:
             yield
@@ -126,6 +140,7 @@ class StepChecks:
                 handle.remove()
             for one in parameters:
                 one._backward_hooks = one._backward_hooks or None  # as before, no empty dictionary
+        self.trained |= {one for one in made if one is not None}
         left = [parameter.grad is not None for parameter in self._state.parameters()]
         self.forward_only = not stepped and not made and left == before
         if any(stepped):
@@ -181,6 +196,9 @@ class StepChecks:
             "the step was forward only: it made no gradients and no optimizer stepped, so the "
             f"cost is for evaluation, and too low to train with{mode}"
         )
+        parameters = self._state.parameters()
+        if any(p.requires_grad for p in parameters) and all(p.grad is None for p in parameters):
+            return [note, _NO_GRADIENTS]
         return [note]
 
 

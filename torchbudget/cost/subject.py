@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -28,6 +29,9 @@ _SMALLEST: Final = 1 / 64
 # Limits of the batch of a probe or a concrete trace: its bytes, and its number of samples.
 _BATCH_BYTES: Final = 2**28
 _MOST_SAMPLES: Final = 2**16
+# Bytes that a sample may leave until the optimizer's step, such as its loss: of 65,536 samples in a
+# step, the least margin, 16 MiB.
+_LEFT_BYTES: Final = 2**8
 
 
 class BatchError(CostError):
@@ -185,6 +189,7 @@ class Subject:
         notes: what the user should know; appended to while measuring.
         advance: is called with 1 after each shape, to show progress.
         most_bytes: of a batch.
+        draws: steps on each shape that is run, of which the largest peak counts.
         checks: of the step.
     """
 
@@ -196,6 +201,7 @@ class Subject:
     notes: list[str] = field(default_factory=list)
     advance: Callable[[int], object] = lambda _: None
     most_bytes: int = _BATCH_BYTES
+    draws: int = 1
     checks: StepChecks = field(init=False)
     _most: dict[Size, int] = field(default_factory=dict)
     _seen: dict[Any, Shape] = field(default_factory=dict)
@@ -240,6 +246,63 @@ class Subject:
             each = max(batch_bytes(self.batch(shape)) / shape[0], 1)
             self._most[size] = min(max(int(self.most_bytes / each), 2), _MOST_SAMPLES)
         return self._most[size]
+
+    def take_larger_mode(self, attempt: Callable[[], Any]) -> None:
+        """Put a module in evaluation mode that is trained into training mode, if it takes more.
+
+        A model of transformers is in evaluation mode until its Trainer trains it. An encoder with
+        dropout takes 2.69 times the bytes in training mode. Parts of a module in training mode, and
+        modules without gradients, stay as they are.
+
+        Args:
+            attempt: makes a step on one sample of the largest size; returns what it takes, to be
+                compared; `None` if that is unknown, and training mode counts.
+        """
+        idle = [one for one in self.state.modules if not one.training]
+        found = attempt() if idle else None
+        trained = [one for one in idle if one in self.checks.trained]
+        if not trained:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self.state.modes_kept())
+            for one in trained:
+                one.train()
+            try:
+                larger = attempt()
+            except CostError as error:
+                why = f"measured in evaluation mode: in training mode the step fails, {error}"
+                self.notes.append(why)
+                return
+            if larger is None or larger > found:
+                stack.pop_all()
+                self.warn(
+                    "the step trains a module that is in evaluation mode: it was measured in "
+                    "training mode, which takes more memory; let the step begin with "
+                    "model.train(), or with model.eval() if that is the mode to train in"
+                )
+
+    def check_left(self, left: Callable[[Shape], dict[str, float]]) -> None:
+        """Check that micro-batches leave nothing that grows with their samples until the step.
+
+        Args:
+            left: bytes of tensors that a micro-batch of a shape has left, by kind.
+
+        Raises:
+            CostError: they do: no plan knows how many samples earlier micro-batches have.
+        """
+        if not any(accumulator.has_several() for accumulator in self.state.accumulators):
+            return
+        n, *size = self.domain.occurring((1, *self.domain.between(0.0)))
+        few, many = left((n, *size)), left((2 * n, *size))
+        # A graph has infinitely many bytes, whose difference is no number.
+        grown = [kind for kind in many if not many[kind] - few.get(kind, 0.0) <= n * _LEFT_BYTES]
+        if grown:
+            raise CostError(
+                f"each micro-batch leaves {' and '.join(grown)} until the optimizer's step, and "
+                "they grow with its samples: together they need memory that the cost of one "
+                "micro-batch does not contain. Detach or drop them at the end of each micro-batch, "
+                "use dense gradients, or take an optimizer step after each micro-batch"
+            )
 
     def warn(self, text: str) -> None:
         """Note it, and warn of it."""

@@ -46,6 +46,7 @@ from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
 from torchbudget.cost.pieces import Piece, Trace
 from torchbudget.cost.step_checks import StepChecks
+from torchbudget.dtensors import plain_parts
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState, reachable
 
@@ -66,8 +67,22 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 _REMEMBERED: Final = 8
 
 
+_INTEGERS: Final = (
+    "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a shape or a "
+    "loop count, and a trace has no values; take it from a shape, or use "
+    "measure_cost(method='run')"
+)
+
+
+_DRAWS: Final = (
+    "the step's memory depends on draws of a generator outside torch, as of random or "
+    "numpy.random: let it make the choice that needs the most memory while "
+    "torchbudget.is_measuring()"
+)
+
+
 class ValueDependentError(CostError):
-    """The step's allocations depend on the values of tensors, not only on their shapes."""
+    """The step's allocations depend on values of tensors or on draws, not only on shapes."""
 
 
 class Tracer:
@@ -163,53 +178,82 @@ class Tracer:
         for integer in (1, 2):
             until = begun + most_seconds
             counter = _Counter(self._state.device, self._target, env, integer, until)
-            starts = self._two_steps(batch_of, counter)
-            traces.append(counter.trace(symbols, shape, starts))
-            if not counter.integers:
+            seed = None if integer == 1 else math.prod(shape) % 2**32
+            with self._stepping(batch_of, counter, steps=2, seed=seed) as starts:
+                pass
+            traces.append(counter.trace(symbols, shape, (starts[0], starts[1])))
+            if not counter.integers and not counter.drew:
                 break
         first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
         if not np.array_equal(first, last):
-            raise ValueDependentError(
-                "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a "
-                "shape or a loop count, and a trace has no values; take it from a shape, or use "
-                "measure_cost(method='run')"
-            )
+            raise ValueDependentError(_DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def _two_steps(self, batch_of: Callable[[_Counter], Any], counter: _Counter) -> tuple[int, int]:
-        """Run two steps; how many events there are after each."""
-        with self._undisturbed():
+    def left(self, shape: Shape) -> dict[str, float]:
+        """Bytes of fake tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
+        counter = _Counter(self._state.device, self._target, None, 1, math.inf)
+        with self._stepping(lambda _: self._make(shape), counter, steps=0):
+            return TrainingState(self._step).bytes_by_kind()
+
+    @contextmanager
+    def _stepping(
+        self,
+        batch_of: Callable[[_Counter], Any],
+        counter: _Counter,
+        *,
+        steps: int,
+        seed: int | None = None,
+    ) -> Iterator[list[int]]:
+        """Run some steps, and what follows with their fakes; yield the events after each step.
+
+        Args:
+            batch_of: makes the batch of each step.
+            counter: counts their storages.
+            steps: number of them; 0: one micro-batch that does not end its step.
+            seed: of the generators that are not torch's; `None`: they go on from their states.
+        """
+        with self._undisturbed(), ExitStack() as stack:
+            if seed is not None:
+                self._state.reseed(seed)
+            for accumulator in self._state.accumulators if not steps else ():
+                stack.enter_context(accumulator.no_steps())
+            before = self._state.draws()
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
                 for tensor in self._state.tensors():
-                    counter.stand_in(tensor)
+                    counter.arrive([tensor])
             except Exception as error:  # fake tensors do not support every layout
                 where = self._checks.name_of(tensor)
                 raise CostError(f"{where} cannot be traced: {error}") from error
             starts = []
-            for _ in range(2):
+            for _ in range(max(steps, 1)):
                 counter.flops = 0
+                self._state.rewind()
                 batch = batch_of(counter)
                 # A symbolic batch is not searched: its symbols refer to the shape environment.
                 found = reachable(batch) if counter.env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
-                counter.arrive(tensors)  # NumPy arrays become tensors when they are used
                 try:
-                    self._run(batch, counter)
+                    self._run(batch, tensors, counter, complete=self._complete and steps > 0)
                 finally:
                     counter.leave(tensors)
                 del batch, found, tensors
                 starts.append(len(counter.events))
+            counter.drew = self._state.draws() != before
+            yield starts
             del buckets
-        return starts[0], starts[1]
 
-    def _run(self, batch: Any, counter: _Counter) -> None:
+    def _run(
+        self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter, *, complete: bool
+    ) -> None:
         try:
+            counter.arrive(tensors)  # NumPy arrays become tensors when they are used
             with ExitStack() as stack:
-                if self._complete:
+                if complete:
                     stack.enter_context(self._checks.checked())
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
+                stack.enter_context(counter.assigning())
                 if counter.env is not None:
                     stack.enter_context(mended(counter.env))
                 self._step(batch)
@@ -286,6 +330,11 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     return int(tracer.concrete((1, 1)).peaks([(1, 1)])[0])
 
 
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class consist of tensors, as `plain_parts` finds them."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 class _Fakes(FakeTensorMode):
     """Fake tensors that remember what was computed from Python's numbers alone."""
 
@@ -319,6 +368,7 @@ class _Counter(TorchDispatchMode):
         self.events: list[tuple[Any, int, int]] = []
         self.flops: Any = 0
         self.assumed = self.integers = 0
+        self.drew = False  # whether generators outside torch have moved
         self._living: dict[int, weakref.ref[Any]] = {}
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
@@ -358,10 +408,12 @@ class _Counter(TorchDispatchMode):
         return Trace(base, blocks, np.array(events, np.int64), signs, made, starts, self.assumed)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a fake tensor's storage until it is freed."""
-        if tensor.device.type != self._device:
-            return
-        storage = tensor.untyped_storage()
+        """Count the storages of a fake tensor until each is freed."""
+        if tensor.device.type == self._device:
+            for part in plain_parts(tensor):
+                self._count_storage(part.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self._living:
             return
@@ -394,19 +446,34 @@ class _Counter(TorchDispatchMode):
         self.count(buckets)
         return buckets
 
-    def arrive(self, batch: Iterable[torch.Tensor]) -> None:
-        """Count the tensors of a batch, which are there from the beginning, even if used late."""
-        for one in batch:
-            self.count(self.stand_in(one))
+    def arrive(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that are there from the beginning, even if they are used late."""
+        for one in tensors:
+            # Operations on a wrapper arrive as operations on the tensors in it.
+            for part in plain_parts(one) if _is_wrapper(type(one)) else [one]:
+                self.count(self.stand_in(part))
 
     def leave(self, batch: Iterable[torch.Tensor]) -> None:
         """Drop the fakes of a batch."""
         for one in batch:
-            self._stand_ins.pop(one, None)
+            for part in plain_parts(one) if _is_wrapper(type(one)) else [one]:
+                self._stand_ins.pop(part, None)
+
+    @contextmanager
+    def assigning(self) -> Iterator[None]:
+        """Let `tensor.data` read and write the fake of a real tensor, which stays as it is."""
+        own: Any = torch.Tensor.data
+
+        def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            own.__set__(self.stand_in(tensor), self.stand_in(value))
+
+        data = property(lambda tensor: own.__get__(self.stand_in(tensor)), write)
+        with patch.object(torch.Tensor, "data", data):
+            yield
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, which counts as long as the real one lives."""
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) or _is_wrapper(type(tensor)):
             return tensor
         fake: torch.Tensor | None = self._stand_ins.get(tensor)
         if fake is None:
@@ -419,6 +486,8 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:
             return func(*args)
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # its own operations on the tensors in it will arrive
         if time.process_time() > self._until:
             raise UntraceableError("a trace takes too long: does the step loop?")
         if func is _ITEM:
@@ -444,7 +513,8 @@ class _Counter(TorchDispatchMode):
             self.count(one)
         if func not in self._apart:
             # A cache would turn a tensor that is returned twice into two tensors.
-            storages = [one.untyped_storage()._cdata for one in leaves]
+            parts = [part for one in leaves for part in plain_parts(one)]
+            storages = [part.untyped_storage()._cdata for part in parts]
             self._apart[func] = len(set(storages)) == len(storages)
         formula = self._formulas.get(func._overloadpacket)
         if formula is not None:

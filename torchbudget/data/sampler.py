@@ -109,6 +109,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             it, and the shapes.
         shapes: pairs (n, L) of rows and padded length, the longest first; empty without
             `max_shapes`.
+        keeps_units: whether the samples of a unit stay in one micro-batch.
 
     Raises:
         SizesError: the sizes have a wrong shape, type or sign.
@@ -201,7 +202,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             )
         rules = fitted(rules, table.values, order.skipped)
         self.cost, self.size_multiple, self.shapes = cost, rules.size_multiple, rules.shapes
-        self._ranks, self._max_shapes = ranks, max_shapes
+        self._ranks, self._max_shapes, self.keeps_units = ranks, max_shapes, order.labels.whole
         self._order = order_identity(order, table.fingerprint)
         self._plan = Plan(
             table,

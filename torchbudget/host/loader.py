@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,8 @@ import torchbudget
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import check_call, size_multiple_of
 from torchbudget.cost.agree import agree
-from torchbudget.cost.measure import describe_step, measure_cost, still_holds
-from torchbudget.cost.measured import MeasuredCost, load_cost
+from torchbudget.cost.measure import describe_step, measure_cost, why_not
+from torchbudget.cost.measured import MeasuredCost, differing, saved_costs
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
@@ -71,6 +70,7 @@ def loader(
     cost_cache: str | Path | None = None,
     device: str | torch.device | None = None,
     num_workers: int | None = None,
+    packed: bool | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
     """Make a `DataLoader` whose batches fit a budget, as measured on your training step.
@@ -85,30 +85,35 @@ def loader(
     Args:
         dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a
             `DataLoader`, whose data set, collate, workers and pinning are taken, and whose batch
-            size is ignored.
+            size and `drop_last` are ignored.
         step: the training step, a function of a batch; or a forward; or a cost model, and nothing
             is measured.
         budget: bytes of the device, or a `MemoryBudget`. If it has `host` bytes, `loader_options`
             chooses workers and prefetching.
         size: the ragged field, several in a tuple, or a function of a sample, as for `sizes_of`.
             Default: the ragged field, if a single field shows all lengths in which samples differ.
-        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`. With a
-            `PackCollate` the cost is that of packed batches.
+        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`.
         tokenizer: a tokenizer of transformers. Texts are tokenized, and batches are padded as it
             pads, with an attention mask and labels of -100.
         make_batch: as in `measure_cost`. Default: it collates real samples.
-        cost_cache: a JSON file that keeps the cost. It is used if step, budget, sizes and versions
-            are the same and one real step at the largest shape stays within the cost; otherwise the
-            step is measured again and the file written.
+        cost_cache: a JSON file that keeps a cost for each step, budget, sizes and versions. A cost
+            is used if these are the same and one real step at the largest shape stays within it.
+            Otherwise the step is measured, a line says why, and its cost is added to the file.
         device: as in `measure_cost`.
         num_workers: number of workers; with `host` bytes in the budget, the most workers.
-        options: options of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`.
+        packed: whether the collate concatenates samples and neither it nor the step pads them. The
+            measured cost of a batch is then the sum over its samples: see `MeasuredCost.packed`.
+            Default: true with a `PackCollate`, and with a collate of your own whose batches of a
+            few samples show it, if the measured cost is such a sum. If only the cost is not, a line
+            says so, and batches are planned as if padded, which takes more of them.
+        options: options of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`; and
+            of `DataLoader`: `pin_memory`, `worker_init_fn`, and those of workers, if there are any.
 
     Raises:
         OptionError: an argument is invalid, or two arguments cannot be combined.
         SizesError: the data set is a stream; several fields are ragged; or a sample has another
             size when it is read again.
-        CostError: the step cannot be measured.
+        CostError: the step cannot be measured; or batches are packed, but their cost is no sum.
         BudgetError: the budgets of this machine's ranks exceed its memory.
         RankError: another rank failed.
 
@@ -117,9 +122,14 @@ def loader(
     >>> [batch["ids"].shape for batch in loader]
     [torch.Size([2, 9]), torch.Size([2, 5])]
     """
+    names: tuple[str, ...] = (*_OF_LOADERS, *_OF_WORKERS)
+    workers = {name: options.pop(name) for name in names if name in options}
     _check_options(step, budget, options)
     budget = MemoryBudget.of(budget)
-    workers: dict[str, Any] = {} if num_workers is None else {"num_workers": num_workers}
+    needless = {"persistent_workers", "pin_memory", "prefetch_factor"} & workers.keys()
+    if budget.host is not None and needless:
+        raise OptionError(f"the budget's host bytes choose {' and '.join(needless)}: leave it out")
+    workers |= {} if num_workers is None else {"num_workers": num_workers}
     samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     SizeDataset(samples, size)  # which refuses streams
     if isinstance(dataset, DataLoader):
@@ -148,8 +158,8 @@ def loader(
             _check_machine(budget, device, ranks)
             cost = _measured(step, make_batch, batches, budget, device, cost_cache, ranks)
         told = str(cost)
-        if isinstance(cost, MeasuredCost) and isinstance(batches.collate, PackCollate):
-            cost = replace(cost.packed(), total_multiple=batches.collate.total_multiple)
+        if isinstance(cost, MeasuredCost) and packed is not False:
+            cost = ranks.each(partial(_packed, cost, batches, packed))[0]
         cost, budget = agree(cost, budget)
         if device is not None and budget.device is not None:
             limit_device_memory(budget, device)
@@ -172,8 +182,7 @@ def loader(
     workers = {"pin_memory": torch.device(device or "cpu").type == "cuda"} | workers | {**chosen}
     if not workers.get("num_workers"):
         workers = {name: one for name, one in workers.items() if name not in _OF_WORKERS}
-    if not ranks.rank:
-        say(_summary(batches, told, sampler, chosen))
+    say(_summary(batches, told, sampler, chosen))
     return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
 
 
@@ -310,8 +319,8 @@ def _taken_from(given: Any, options: dict[str, Any]) -> dict[str, Any]:
             "ranks are read from torch.distributed"
         )
     options.setdefault("shuffle", is_random)
-    options.setdefault("drop_last", given.drop_last)
-    say([f"batch_size={given.batch_size} of the loader is ignored: the budget sets it"])
+    is_dropped = "; so is drop_last, the rest of such a batch" if given.drop_last else ""
+    say([f"batch_size={given.batch_size} of the loader is ignored: the budget sets it{is_dropped}"])
     return {one: getattr(given, one) for one in (*_OF_LOADERS, *_OF_WORKERS)}
 
 
@@ -389,16 +398,19 @@ def _measured(
         "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),
     }
-    if path is not None:
-        found = ranks.each(partial(_read, path, described))
-        cost = found[ranks.rank]
-        if cost is not None and None not in found:
-            fitting = np.where(cost.capacity(asked, room) > 0, cost.batch_bytes(1, asked), 0)
-            size = rows[fitting.argmax()].tolist()
-            if all(ranks.each(partial(still_holds, cost, step, make_batch, size, room))):
-                return cost
-    if not ranks.rank:
-        say([f"measuring the step on real samples, in up to {format_bytes(room)}"])
+    found = ranks.each(partial(_read, path, described))
+    saved, reason = found[ranks.rank]
+    if all(costs and not why for costs, why in found):
+        cost = saved[0]
+        fitting = np.where(cost.capacity(asked, room) > 0, cost.batch_bytes(1, asked), 0)
+        size = rows[fitting.argmax()].tolist()
+        reasons = ranks.each(partial(why_not, cost, step, make_batch, size, room))
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            return cost
+    if reason:
+        say([f"{path} is not used: {reason}"])
+    say([f"measuring the step on real samples, in up to {format_bytes(room)}"])
     with ranks.together():
         cost = measure_cost(
             step, make_batch, sizes=batches.sizes, budget=budget, device=device,
@@ -407,16 +419,38 @@ def _measured(
     costs: list[MeasuredCost] = ranks.gather_objects(replace(cost, measured_on=described))
     cost = max(costs, key=lambda one: int(one.batch_bytes(1, asked).max()))
     if path is not None and not ranks.rank:
-        cost.save(path)
+        cost.save(path, beside=[one for one in saved if differing(one, described)])
     return cost
 
 
-def _read(path: Path, described: Mapping[str, str]) -> MeasuredCost | None:
-    """The cost in a file, if it was measured on what is described."""
-    with suppress(OSError, CostError):
-        cost = load_cost(path)
-        return cost if dict(cost.measured_on) == dict(described) else None
-    return None
+def _read(path: Path | None, described: Mapping[str, str]) -> tuple[list[MeasuredCost], str]:
+    """The costs in a file, if there is one, and why the first one cannot be used."""
+    if path is None or not path.exists():
+        return [], ""
+    try:
+        costs = saved_costs(path, described)
+    except (OSError, CostError) as error:
+        return [], str(error)
+    return costs, "; ".join(differing(costs[0], described))
+
+
+def _packed(cost: MeasuredCost, batches: RealBatches, packed: bool | None) -> CostModel:
+    """The cost as a sum over the samples of a batch; as it is, if batches are padded.
+
+    Raises:
+        CostError: batches are stated to be packed, but the cost is no such sum.
+    """
+    is_stated = packed or isinstance(batches.collate, PackCollate)
+    try:
+        if not is_stated and not batches.concatenates():
+            return cost
+        multiple = getattr(batches.collate, "total_multiple", 1)
+        return replace(cost.packed(), total_multiple=multiple)
+    except CostError as error:
+        if is_stated:
+            raise
+        say([f"the collate concatenates, but batches are planned as if it padded: {error}"])
+        return cost
 
 
 def _summary(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from torchbudget.cost.batch_recipe import leaves_of
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import Sizes
 from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.collate.columns import FieldPath, key_of, show, take_apart
 from torchbudget.data.sizes.key import SizeKey, sizes_one_by_one
 from torchbudget.data.sizes.sizes_of import SizeDataset, shape_of, sizes_of, spread
-from torchbudget.errors import CollateError, OptionError, SizesError
+from torchbudget.errors import CollateError, CostError, OptionError, SizesError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import MapStyle
 
@@ -147,12 +150,47 @@ class RealBatches:
             rest = [int(below[rounded[below].prod(axis=1).argmax()])]
         if not 0 < len(chosen) <= n or (rounded[chosen].max(axis=0) != wanted).any():
             raise UntraceableError(f"no {n} samples make a batch padded to {wanted.tolist()}")
+        return self._of([*islice(chain(chosen, cycle(rest)), n)])
+
+    def _of(self, indices: list[int]) -> Any:
         collate = self.collate
         if isinstance(collate, PackCollate):  # a cost rounds totals by itself
             collate = replace(collate, total_multiple=1)
         # Copies: a collate may take fields out of its samples.
-        indices = islice(chain(chosen, cycle(rest)), n)
         return collate([copy.deepcopy(self._sample(index)) for index in indices])
+
+    def concatenates(self) -> bool:
+        """True if each tensor in a batch has as many elements as those of its samples alone.
+
+        It is seen from the shortest and the longest sample on each axis. Tensors that do not grow
+        with the size do not count. Several batches must agree, since a collate may crop at random.
+
+        Raises:
+            CostError: an int in the batch grows, but not as a sum: a step may pad to it. (If a step
+                pads to the value of a tensor, it cannot be traced, and its cost is no sum.)
+        """
+        rows, found = self.rounded(), []
+        shortest = np.where(rows > 0, rows, rows.max()).argmin(axis=0)
+        pairs = [*zip(shortest.tolist(), rows.argmax(axis=0).tolist(), strict=True)]
+        with suppress(Exception):  # a collate may refuse samples of different groups
+            for kind in ([0], [1], [0, 1], [0, 0, 1], [0, 1, 1]):
+                batches = [self._of([pair[k] for k in kind]) for pair in pairs]
+                leaves = [leaf for batch in batches for leaf in leaves_of(batch)]
+                found.append([*map(_amount, leaves)])
+        if len(found) < 5 or len({*map(len, found)}) > 1:  # a list, whose tensors a step may pad
+            return False
+        one, other, *mixed = np.array(found, np.int64)
+        is_int, grows = np.array([isinstance(leaf, int) for leaf in leaves]), one != other
+        sums = np.array([one + other, 2 * one + other, one + 2 * other])
+        is_sum = (np.array(mixed) == sums).all(axis=0)
+        if not (grows & ~is_int).any() or not (is_sum | is_int)[grows].all():
+            return False
+        if not is_sum[grows].all():
+            raise CostError(
+                "an int in the batch grows with its largest sample, and the step may pad to it; "
+                "packed=True states that it does not"
+            )
+        return True
 
     def rounded(self) -> Sizes:
         """The padded size of each sample alone: shape `(N, d)`."""
@@ -183,6 +221,10 @@ class RealBatches:
         n = np.minimum(rules.capacity(lengths, rules.budget_bytes), len(self.sizes))
         # Packed samples of several sizes may fill the room that one more of a size does not have.
         return int(((n + (rules.packing is not None)) * lengths).max())
+
+
+def _amount(leaf: Any) -> int:
+    return leaf if isinstance(leaf, int) else math.prod(getattr(leaf, "shape", ()))
 
 
 def _shape(value: Any) -> tuple[int, ...]:

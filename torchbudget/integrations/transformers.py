@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice, repeat
 from math import inf, isinf, nan
 from operator import length_hint
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, no_grad
 from torch.compiler import set_stance
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -22,7 +23,7 @@ from torchbudget.distributed import Ranks
 from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning
 from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 from torchbudget.random_state import RandomState
-from torchbudget.train.batches import halves, num_samples
+from torchbudget.train.batches import cuts_units, halves, num_samples
 from torchbudget.train.loop import evaluation_mode, source_of
 from torchbudget.warn import warn
 
@@ -32,6 +33,8 @@ _COMPARED: Final = 16  # positions: a row of logits may be as large as the model
 # Losses of 23 heads in float32, with weights three times as large as their first ones, were off by
 # 1.6 times the precision, and once by 30 times.
 _ROUNDING: Final = 64
+# A weight that is wrong by this share, of one half, must differ from a right one by more than that.
+_NOTICED: Final = 0.01
 
 
 class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -44,9 +47,10 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     The loss of a micro-batch must be a mean. It is multiplied by the micro-batch's share of the
     step's weight on all ranks; `micro_batch_weight` returns the weight. Only a `compute_loss_func`
-    gets `num_items_in_batch`: the weight of the micro-batch. Before the first step the mixin calls
+    gets `num_items_in_batch`: the weight of the micro-batch. Before the first item the mixin calls
     `check_weights`, unless `checks_weights` is false, and for packed samples `check_kept_apart`,
-    unless `checks_rows` is false. The loader's position is saved in `trainer_state.json`.
+    unless `checks_rows` is false. If a check could not tell, it is repeated before the second item,
+    the 4th, the 8th and so on. The loader's position is saved in `trainer_state.json`.
 
     >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
     ...     def budget_loader(self):
@@ -57,6 +61,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     checks_weights = True
     compute_loss_func: Any  # the Trainer's
     _items: _Items
+    _items_seen = 0
     _shifts_labels = False
     _rank_weight = 0.0  # of all micro-batches of the step, on the average rank
 
@@ -72,12 +77,16 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                 or weigh them wrongly.
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.trainer_utils import unwrap_peft_model
 
+        self._items = items = _Items(self, self.budget_loader())
+        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
+        model = unwrap(unwrap_peft_model(unwrap(self.model)))
         # The Trainer overlooks that GPT-2, say, shifts labels. FSDP2 derives a class of its own.
         causal = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-        kinds = {kind.__name__ for kind in type(self.accelerator.unwrap_model(self.model)).__mro__}
-        self._shifts_labels = bool(causal & kinds) or self._loss_shifts_labels
-        self._items = items = _Items(self, self.budget_loader())
+        shifts = self._loss_shifts_labels or any(k.__name__ in causal for k in type(model).__mro__)
+        # The last virtual token predicts the first label, which otherwise nothing predicts.
+        self._shifts_labels = shifts and not _virtual_tokens(self.model)
         if getattr(getattr(self.model, "config", None), "output_router_logits", False):
             self.checks_weights = False
             warn(
@@ -159,8 +168,14 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         return None if self.compute_loss_func is None else number
 
     def _check_item(self, model: nn.Module, batches: list[Any]) -> None:
-        """Run the checks that are on, on all ranks together, until they could tell."""
-        if not (self.checks_rows or self.checks_weights):
+        """Run the checks that are on, on all ranks together, until they could tell.
+
+        They are tried at the first item, the second, the 4th, the 8th and so on.
+        """
+        self._items_seen += 1
+        checks_rows = self.checks_rows and isinstance(batches[0], TransformersBatch)
+        # `&` is 0 of powers of 2.
+        if self._items_seen & (self._items_seen - 1) or not (checks_rows or self.checks_weights):
             return
 
         def loss(batch: Any) -> Any:
@@ -169,11 +184,12 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
         is_exact = self.accelerator.mixed_precision == "no" and not self.args.tf32
         with Ranks().together(), self.compute_loss_context_manager():
-            batch = max(batches, key=num_samples)
+            with _checking(model, "checks_weights"):
+                batch = max(batches, key=num_samples)
             could_tell = num_samples(batch) > 1
-            if self.checks_rows and isinstance(batch, TransformersBatch):
+            if checks_rows:
                 check_kept_apart(model, self._prepare_inputs(batch))
-            if self.checks_weights and is_exact:
+            if self.checks_weights and is_exact and not cuts_units(batch, self._items.source):
                 could_tell = check_weights(model, batch, loss=loss, weight=self.micro_batch_weight)
         if any(Ranks().gather_objects(could_tell)):
             self.checks_rows = self.checks_weights = False
@@ -313,15 +329,15 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     torchbudget.errors.OptionError: OfAll lets the samples of a row see each other: ...
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    ids, end = batch[IDS], int(batch["cu_seq_lens_q"][1])
+    ids, end, before = batch[IDS], int(batch["cu_seq_lens_q"][1]), _virtual_tokens(model)
     changed = ids.clone()
     changed[0, :end] = ids.min() if ids[0, 0] == ids.max() else ids.max()
     found = []
-    with _evaluated(model):
+    with _checking(model, "checks_rows"):
         for row in (ids, changed):
             output = tree_leaves(model(**{**inputs, IDS: row}))[0]
-            of_each = output.is_floating_point() and output.shape[:2] == ids.shape
-            found.append(output[0, end : end + _COMPARED].clone() if of_each else ids[:0])
+            of_each = output.shape[:2] == (1, before + ids.shape[1]) and output.is_floating_point()
+            found.append(output[0, before:][end : end + _COMPARED].clone() if of_each else ids[:0])
     one, other = found
     if not one.numel():
         return
@@ -357,11 +373,14 @@ def check_weights(
         weight: `weight(batch)` returns the number of terms in the mean.
 
     Returns:
-        True if the losses could be compared. False if there is only one sample, if the losses of
-        the halves differ by little more than rounding, or in half precision.
+        True if a weight of a half that is wrong by 2 % would have raised an error. False if it may
+        not have, since there is only one sample, since one half weighs nothing, or since the losses
+        of the halves differ by too little for the rounding of float32; and in half precision or
+        with quantized parameters, where nothing is run.
 
     Raises:
-        OptionError: the loss is another mean, or none; or the micro-batch cannot be cut.
+        OptionError: the loss is another mean, or none; weights of halves are not the weight of the
+            whole; or the micro-batch cannot be cut, or does not run in halves.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> batch = {"x": torch.tensor([[1.0], [2.0], [4.0]])}
@@ -373,24 +392,25 @@ def check_weights(
     Traceback (most recent call last):
     torchbudget.errors.OptionError: the loss of Linear must be a mean over ...
     """
-    dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
-    if dtypes & {torch.float16, torch.bfloat16}:
-        return True
-    is_cut = num_samples(batch) > 1
-    parts = [batch, *(halves(batch) if is_cut else [batch, batch])]
-    with _evaluated(model):
+    if {one.dtype for one in model.parameters()} - {torch.float32, torch.float64}:
+        return False
+    with _checking(model, "checks_weights"):
+        is_cut = num_samples(batch) > 1
+        parts = [batch, *(halves(batch) if is_cut else [batch, batch])]
         losses = [loss(part) for part in parts]
-    precision = max(torch.finfo(dtype).eps for dtype in {losses[0].dtype, *dtypes})
+        whole, first, second = found = [float(part) for part in losses]
+        total, *weights = [float(weight(part)) for part in parts]
+        # A loss of float64 may have sums in float32 in it, as label smoothing has.
+        precision = max(torch.finfo(losses[0].dtype).eps, torch.finfo(torch.float32).eps)
     if losses[0].is_cuda and any(isinstance(part, _ConvNd) for part in model.modules()):
         precision = max(precision, 2**-11)  # TF32, torch's default for convolutions
-    whole, first, second = found = [float(part) for part in losses]
-    total, *weights = map(weight, parts)
     if not (is_cut and total) or any(map(isinf, found)):
         return False
     rounding = _ROUNDING * precision * max(map(abs, found))
     # The mean of nothing is NaN, and weighs nothing.
     summed = sum(own * part for own, part in zip(weights, found[1:], strict=True) if own)
-    if not abs(summed - total * whole) <= total * rounding:
+    is_sum = abs(sum(weights) - total) <= _ROUNDING * precision * total
+    if not (is_sum and abs(summed - total * whole) <= total * rounding):
         share = (whole - second) / ((first - second) or nan)
         raise OptionError(
             f"the loss of {type(model).__name__} must be a mean over micro_batch_weight, but a "
@@ -400,11 +420,32 @@ def check_weights(
             "mean over. No weight is right for a sum, for several denominators, or if samples see "
             "each other or the padding. checks_weights = False leaves this check out"
         )
-    return abs(first - second) > rounding
+    # A first half that weighs 1 + x times as much changes its share p by about x·p·(1 - p).
+    return _NOTICED * weights[0] * weights[1] / total**2 * abs(first - second) > rounding
+
+
+def _virtual_tokens(model: nn.Module) -> int:
+    """Return the number of tokens that PEFT's prompt tuning puts before the ids of each row."""
+    for part in model.modules():  # PEFT's may be inside another wrapper
+        config: Any = getattr(part, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            # These two put keys and values into the cache instead.
+            is_cached = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
+            return 0 if is_cached else int(config.num_virtual_tokens)
+    return 0
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """A model is in evaluation mode inside, eager and without gradients; random states stay."""
-    with RandomState.take(), torch.no_grad(), evaluation_mode([model]), set_stance("force_eager"):
-        yield
+def _checking(model: nn.Module, flag: str) -> Iterator[None]:
+    """A model is in evaluation mode inside, eager and without gradients; random states stay.
+
+    Raises:
+        OptionError: the code inside raised an error; it names the flag of the check.
+    """
+    try:
+        with RandomState.take(), no_grad(), evaluation_mode([model]), set_stance("force_eager"):
+            yield
+    except Exception as error:
+        raise OptionError(
+            f"a check of {type(model).__name__} failed: {error!r}; {flag} = False leaves it out"
+        ) from error

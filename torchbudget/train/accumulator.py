@@ -24,7 +24,7 @@ from torchbudget.errors import (
 from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.protocols import SplittablePaddedBatch, StepSource
 from torchbudget.restoring import AccumulatesGradients
-from torchbudget.train.batches import check_splittable, num_samples
+from torchbudget.train.batches import check_splittable, cuts_units, num_samples
 from torchbudget.train.gradients import GradientSums
 from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.optimizers import SPARSE, Optimizers
@@ -150,6 +150,7 @@ class GradAccumulator(AccumulatesGradients):
                 "instead of samples= or weight=, pass steps=, or say micro_batch(…, last=True)"
             )
         self._boundary = step_boundary_of(steps, samples, weight, len(self.ranks))
+        self._source = steps  # of batches, if it is no number
         self._reads_weights = mean or weight is not None
         self._pending = Pending()
         self._steps = 0
@@ -170,9 +171,24 @@ class GradAccumulator(AccumulatesGradients):
 
         Where steps have several, gradients stay allocated, as a later one of a step finds them.
         """
+        several = self.has_several()
+        with self._measured(micro_batches=1):
+            self._keeps_gradients = several
+            yield
+
+    def no_steps(self) -> AbstractContextManager[None]:
+        """Let no micro-batch inside end a step; all are forgotten at the end."""
+        return self._measured(micro_batches=None)
+
+    def has_several(self) -> bool:
+        """Return whether steps have several micro-batches."""
+        return self._boundary.has_several()
+
+    @contextmanager
+    def _measured(self, *, micro_batches: int | None) -> Iterator[None]:
         before = vars(self).copy()
-        self._keeps_gradients = self._boundary.has_several()
-        self._pending, self._boundary = Pending(), step_boundary_of(1, None, None, ranks=1)
+        self._pending = Pending()
+        self._boundary = step_boundary_of(micro_batches, None, None, ranks=1)
         try:
             with self._detector.muted():
                 yield
@@ -282,7 +298,8 @@ class GradAccumulator(AccumulatesGradients):
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
-        scaled = loss if factor == 1 else loss * factor
+        # Whatever the weight is, a mean is multiplied: a trace does not know the weight.
+        scaled = loss * factor if self.mean or self._divisor != 1 else loss
         if self.optimizers.scaler is not None:
             scaled = self.optimizers.scaler.scale(scaled)
         with self.backward_runs():
@@ -318,7 +335,8 @@ class GradAccumulator(AccumulatesGradients):
             StepError: the function opens no micro-batch, or two.
             OptionError: the accumulator has no modules, so their buffers could not be restored; the
                 modules run collectives in their forward or backward, which one rank cannot repeat;
-                or the function changes a tensor of its batch.
+                the sampler keeps units in one micro-batch, and the batch has no `split` of its own,
+                which knows the units; or the function changes a tensor of its batch.
         """
         if not self.modules or self._distributed.communicates:
             raise OptionError(
@@ -327,6 +345,12 @@ class GradAccumulator(AccumulatesGradients):
             )
         if cost is not None and not isinstance(batch, SplittablePaddedBatch):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
+        if cuts_units(batch, self._source):
+            raise OptionError(
+                "the sampler keeps each unit in one micro-batch, and run_or_split would cut units "
+                "in two where memory runs out: call the function itself, under a lower budget, or "
+                "give the batch a class with num_samples and a split(n) that keeps units together"
+            )
         check_splittable(batch)  # now, rather than when memory has run out
         before, self.stepped = self._pending, False
         self._run = run = SplitRun(batch, self.optimizers.parameters(), self.modules)

@@ -40,6 +40,16 @@ def check_splittable(batch: Any) -> None:
         _rows(batch)
 
 
+def cuts_units(batch: Any, source: Any) -> bool:
+    """Whether `halves` may cut a unit that the source of the batch keeps in one micro-batch.
+
+    Only a batch type of the user's own knows units.
+    """
+    if not getattr(source, "keeps_units", False):
+        return False
+    return not isinstance(batch, SplittableBatch) or getattr(batch.split, "cuts_units", False)
+
+
 def halves(batch: Any) -> list[Any]:
     """Two batches of half the samples each, in order; the first has one more of an odd number."""
     if isinstance(batch, SplittableBatch):
@@ -98,13 +108,13 @@ class Replayed:
 
 
 def _rows(batch: Any) -> int:
-    lengths = {
+    lengths = [  # no set: in a trace they may be symbols, which have no hash
         len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
         for _, leaf in _named_leaves(batch)
         if leaf is not None
-    }
-    rows = lengths.pop() if len(lengths) == 1 else None
-    if rows is None:
+    ]
+    rows = lengths[0] if lengths else None
+    if rows is None or any(one is None or one != rows for one in lengths):
         raise OptionError(
             "the number of samples is unknown: the batch has no num_samples, and its tensors do "
             "not all have the same first axis; pass a batch of a torchbudget collate"

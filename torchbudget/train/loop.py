@@ -299,12 +299,16 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
             if not runs:
                 step(batch)
+            state.rewind()
             with peak_memory(state.device) as peak:
                 step(batch)
             del batch  # before the next one is made
             predicted = sampler.batch_bytes(indices)
             run = WarmUp(
-                name=name, samples=len(indices), predicted_bytes=predicted, peak_bytes=peak.bytes
+                name=name,
+                samples=len(indices),
+                predicted_bytes=predicted,
+                peak_bytes=peak.bytes - state.replaced_bytes(),
             )
             runs.append(run)
     return runs

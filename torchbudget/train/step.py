@@ -106,6 +106,7 @@ class Pending:
             OptionError: the weight is no finite number of at least 0, nor a tensor of one; or
                 `samples` is no int of at least 0.
         """
+        weight, samples = _as_number(weight), _as_number(samples)
         pending = cls(micro_batches=1, samples=natural("samples", samples))
         if isinstance(weight, Tensor) and weight.numel() == 1 and not read and waits(weight):
             unread = in_float64(weight)
@@ -132,6 +133,11 @@ class Pending:
             OptionError: it is no finite number of at least 0.
         """
         return self.weight + (0.0 if self.unread is None else checked_weight(self.unread))
+
+
+def _as_number(given: Any) -> Any:
+    """The argument, or 2 in place of a symbol: a trace needs no value, and reading one fixes it."""
+    return 2 if isinstance(given, (torch.SymInt, torch.SymFloat)) else given
 
 
 def checked_weight(weight: float | Tensor | None) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from torchbudget.dtensors import local_part
+from torchbudget.dtensors import local_part, plain_parts
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
@@ -109,7 +109,7 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
 def _new_bytes(tensors: Iterable[object], counted: set[int]) -> int:
     """Bytes of the storages that were not counted yet: an expanded tensor has few, a view none."""
     total = 0
-    for part in (local_part(one) for one in tensors if isinstance(one, Tensor)):
+    for part in (part for one in tensors if isinstance(one, Tensor) for part in plain_parts(one)):
         if part.layout is not torch.strided:  # without a storage of its own
             total += part.nbytes
             continue

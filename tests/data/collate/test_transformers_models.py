@@ -127,6 +127,17 @@ def test_models_that_let_samples_see_each_other_are_refused(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT has many, one of which says so
+def test_rows_after_virtual_tokens_are_refused() -> None:
+    """PEFT's prompt tuning drops position ids, so the samples of a row see each other."""
+    peft = pytest.importorskip("peft", reason="puts virtual tokens before a row")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(model_of("llama", "sdpa"), config)
+    batch = PackCollate(layout="transformers")(samples())
+    with pytest.raises(OptionError, match="lets the samples of a row see each other"):
+        check_kept_apart(model, batch)
+
+
 def trained(tmp_path: Any, cost: Any, collate: Any, kind: str = "llama", **own: Any) -> Tensor:
     """The parameters after two steps of the trainer, of the same samples whatever the cost."""
     model = model_of(kind, "sdpa")

@@ -290,6 +290,8 @@ class Batch:
         bounds = [self.num_samples * i // n for i in range(n + 1)]
         return [self._part(a, b) for a, b in pairwise(bounds)]
 
+    split.cuts_units = True  # type: ignore[attr-defined]  # see `torchbudget.train.batches`
+
     def samples(self) -> list[Any]:
         """Return the n samples as they were before collating, their fields as views of the batch.
 
