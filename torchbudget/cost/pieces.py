@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -394,9 +395,8 @@ class Grid:
     """Bytes at some shapes; bytes between them are interpolated.
 
     Each size has a column: bytes at some numbers of samples, with lines between them. Between two
-    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages; or along the
-    same n. Where they jump between two sizes, or two numbers of samples, those of the upper one
-    hold.
+    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages. Where they
+    jump, those of the upper size hold, along the same n.
 
     Attributes:
         sizes: ascending sizes of each axis.
@@ -406,9 +406,7 @@ class Grid:
         ends: the largest number of samples at which bytes are known, in each column.
         reached: the most bytes that were measured; larger batches are not known.
         raised: the share by which bytes are raised, for the largest error on other shapes.
-        along_n: for each axis, the sizes up to whose next one bytes are linear along the same n.
-        jumps: for each axis, the sizes between which and the next one bytes jump.
-        jumps_in_n: the number of samples up to which bytes jump between those of a column.
+        jumps: for each axis, the sizes below which bytes jump; empty: nowhere.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -417,9 +415,7 @@ class Grid:
     ends: tuple[int, ...]
     reached: int = MAX_BYTES
     raised: float = 0.0
-    along_n: tuple[tuple[int, ...], ...] = ()
     jumps: tuple[tuple[int, ...], ...] = ()
-    jumps_in_n: int = 0
 
     @property
     def floor(self) -> float:
@@ -435,47 +431,64 @@ class Grid:
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, 1 + d)`: shape `(S,)`; 2⁶² if nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        sizes = self.with_jumps(shapes[:, 1:])
+        area = shapes[:, 0] * self._areas(sizes)
         total = np.zeros(len(shapes))
-        for columns, weight, ratio in self._corners(shapes[:, 1:]):
+        for columns, weight in self._corners(sizes):
             for column in np.unique(columns[weight > 0]).tolist():
                 mine = (columns == column) & (weight > 0)
-                total[mine] += weight[mine] * self._along(column, (shapes[:, 0] * ratio)[mine])
+                total[mine] += weight[mine] * self._along(column, area[mine])
         return total * (1 + self.raised)
 
     def known_at(self, sizes: IntArray) -> IntArray:
         """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
+        sizes = self.with_jumps(sizes)
         known, ends = np.full(len(sizes), float(max(self.ends))), np.array(self.ends, float)
-        for columns, weight, ratio in self._corners(sizes):
+        area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
+        row = np.arange(len(sizes))
+        for columns, weight in self._corners(sizes):
             ended = (ends[columns] < ends.max()) & (weight > 0)
-            known = np.where(ended, np.minimum(known, ends[columns] / ratio), known)
+            fewer = np.minimum(known, ends[columns] * area[row, columns])
+            known = np.where(ended, fewer, known)
         return known.astype(np.int64)
 
-    def _corners(self, sizes: IntArray) -> Iterator[tuple[IntArray, FloatArray, FloatArray]]:
-        """The columns around each size, their weights, and their n for each n; shape `(S,)`."""
-        corners = []
-        for axis, (nodes, own) in enumerate(zip(self.sizes, sizes.T, strict=True)):
+    def with_jumps(self, sizes: IntArray) -> IntArray:
+        """The sizes, `(S, d)`, or the next ones of the grid where bytes jump below them."""
+        found = sizes.copy()
+        for axis, jumps in enumerate(self.jumps):
+            known = np.array(self.sizes[axis])
+            above = known[np.searchsorted(known[:-1], sizes[:, axis])]
+            found[:, axis] = np.where(np.isin(above, jumps), above, sizes[:, axis])
+        return found
+
+    def _areas(self, sizes: IntArray) -> FloatArray:
+        """The factor of n that is kept in between two sizes, L₁ ⋯; shape `(S,)`."""
+        ends = zip(*((nodes[0], nodes[-1]) for nodes in self.sizes), strict=True)
+        areas: FloatArray = np.clip(sizes, *map(np.array, ends)).prod(axis=1).astype(float)
+        return areas
+
+    def _corners(self, sizes: IntArray) -> Iterator[tuple[IntArray, FloatArray]]:
+        """The columns around each size, and their weights, shape `(S,)`, corner by corner."""
+        corners, shares = [], []
+        for nodes, own in zip(self.sizes, sizes.T, strict=True):
             known = np.array(nodes)
             inside = np.clip(own, known[0], known[-1])
             below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
             above = np.minimum(below + 1, len(known) - 1)
-            low, high = known[below], known[above]
-            if self.jumps:
-                inside = np.where(np.isin(low, self.jumps[axis]) & (low < inside), high, inside)
-            along_n = np.isin(low, self.along_n[axis] if self.along_n else ())
-            share = (inside - low) / np.maximum(high - low, 1)
-            lower = below, 1 - share, np.where(along_n, 1, inside / low)
-            corners.append((lower, (above, share, np.where(along_n, 1, inside / high))))
-        for corner in product(*corners):
-            at, weights, ratios = zip(*corner, strict=True)
-            columns = np.ravel_multi_index(at, tuple(map(len, self.sizes)))
-            yield columns, np.prod(weights, axis=0), np.prod(ratios, axis=0)
+            corners.append((below, above))
+            shares.append((inside - known[below]) / np.maximum(known[above] - known[below], 1))
+        for bits in product((0, 1), repeat=len(self.sizes)):
+            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
+            pairs = zip(shares, bits, strict=True)
+            weight = np.prod([share if bit else 1 - share for share, bit in pairs], axis=0)
+            yield np.ravel_multi_index(at, tuple(map(len, self.sizes))), weight
 
-    def _along(self, column: int, at: FloatArray) -> FloatArray:
+    def _along(self, column: int, area: FloatArray) -> FloatArray:
         if not self.numbers[column]:
-            return np.full(len(at), 2.0**62)
-        n, value = np.array(self.numbers[column]), self.values[column]
+            return np.full(len(area), 2.0**62)
+        size = math.prod([*product(*self.sizes)][column])
+        n, value, at = np.array(self.numbers[column]), self.values[column], area / size
         k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
-        at = np.where((n[k] < at) & (at < n[k + 1]) & (at <= self.jumps_in_n), n[k + 1], at)
         low, high = np.array(value)[[k, k + 1]]
         found = low + (high - low) * (at - n[k]) / (n[k + 1] - n[k])
         return np.asarray(np.maximum(found, self.floor))

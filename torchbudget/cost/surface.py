@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -90,11 +90,7 @@ class Surface:
         """
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
         reached = 0 if grid is None else max(grid.ends)
-        begins = {*_STARTS, max(reached, 1), *_changes(pieces, points)}
-        if grid is not None:
-            ends = {n for n in chain(*grid.numbers) if 0 < n <= grid.jumps_in_n}
-            begins |= {*ends, *(n + 1 for n in ends)}
-        starts = np.array(sorted(begins), np.int64)
+        starts = np.array(sorted({*_STARTS, max(reached, 1), *_changes(pieces, points)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
         shape = tuple(map(len, levels))
