@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_MARGIN: Final = 1000
 # Added to the margin if an allocation failed, and again after each `replan` until none fails.
 _FAILED: Final = 0.02
-_FORMAT: Final = 7  # of files
+_FORMAT: Final = 8  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
 # Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
 # enough that the sum over a window does not wrap.

@@ -395,7 +395,8 @@ class Grid:
     """Bytes at some shapes; bytes between them are interpolated.
 
     Each size has a column: bytes at some numbers of samples, with lines between them. Between two
-    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages.
+    sizes, bytes are linear in each size along the same n · L₁ ⋯, as for most storages. Where they
+    jump, those of the upper size hold, along the same n.
 
     Attributes:
         sizes: ascending sizes of each axis.
@@ -405,6 +406,7 @@ class Grid:
         ends: the largest number of samples at which bytes are known, in each column.
         reached: the most bytes that were measured; larger batches are not known.
         raised: the share by which bytes are raised, for the largest error on other shapes.
+        jumps: for each axis, the sizes below which bytes jump; empty: nowhere.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -413,6 +415,7 @@ class Grid:
     ends: tuple[int, ...]
     reached: int = MAX_BYTES
     raised: float = 0.0
+    jumps: tuple[tuple[int, ...], ...] = ()
 
     @property
     def floor(self) -> float:
@@ -428,9 +431,10 @@ class Grid:
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, 1 + d)`: shape `(S,)`; 2⁶² if nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        area = shapes[:, 0] * self._areas(shapes[:, 1:])
+        sizes = self.with_jumps(shapes[:, 1:])
+        area = shapes[:, 0] * self._areas(sizes)
         total = np.zeros(len(shapes))
-        for columns, weight in self._corners(shapes[:, 1:]):
+        for columns, weight in self._corners(sizes):
             for column in np.unique(columns[weight > 0]).tolist():
                 mine = (columns == column) & (weight > 0)
                 total[mine] += weight[mine] * self._along(column, area[mine])
@@ -438,6 +442,7 @@ class Grid:
 
     def known_at(self, sizes: IntArray) -> IntArray:
         """Samples of each size, `(S, d)`, up to which bytes are known: shape `(S,)`."""
+        sizes = self.with_jumps(sizes)
         known, ends = np.full(len(sizes), float(max(self.ends))), np.array(self.ends, float)
         area = self._areas(np.array([*product(*self.sizes)])) / self._areas(sizes)[:, None]
         row = np.arange(len(sizes))
@@ -446,6 +451,15 @@ class Grid:
             fewer = np.minimum(known, ends[columns] * area[row, columns])
             known = np.where(ended, fewer, known)
         return known.astype(np.int64)
+
+    def with_jumps(self, sizes: IntArray) -> IntArray:
+        """The sizes, `(S, d)`, or the next ones of the grid where bytes jump below them."""
+        found = sizes.copy()
+        for axis, jumps in enumerate(self.jumps):
+            known = np.array(self.sizes[axis])
+            above = known[np.searchsorted(known[:-1], sizes[:, axis])]
+            found[:, axis] = np.where(np.isin(above, jumps), above, sizes[:, axis])
+        return found
 
     def _areas(self, sizes: IntArray) -> FloatArray:
         """The factor of n that is kept in between two sizes, L₁ ⋯; shape `(S,)`."""
