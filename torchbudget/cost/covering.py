@@ -411,9 +411,11 @@ class Covering:
         known = self._columns.setdefault(size, {})
         if also not in known:
             known.update({n: self._at((n, *size)) for n in (1, 2, also)})
-            n, most = 2, min(self._ends.get(size, self.most_n), self.subject.most_samples(size))
+            low, n = 1, 2
+            most = min(self._ends.get(size, self.most_n), self.subject.most_samples(size))
             while known[n] < self.room and n < most:
-                low, n = n, min(_FAR * n, most)
+                each = max((known[n] - known[low]) / (n - low), 1)  # not far beyond the room
+                low, n = n, int(min(_FAR * n, n + 1 + (self.room - known[n]) / each, most))
                 try:
                     known[n] = self._at((n, *size), self._limit(size))
                 except UntraceableError:  # it loops over samples, or over their parts

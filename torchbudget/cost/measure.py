@@ -50,7 +50,7 @@ Method: TypeAlias = Literal["auto", "trace", "run"]
 
 # Seconds of computing for a grid: for its own sake, and where real steps show its errors as well.
 _SECONDS: Final = 60.0
-_SECONDS_BESIDE_RUNS: Final = 10.0
+_SECONDS_BESIDE_RUNS: Final = 5.0
 # The process's memory outside tensors is rounded up to this, so that small changes do not count.
 _ROUNDED_BYTES: Final = 2**26
 _UNSEEN_ON_CPU: Final = (

@@ -32,15 +32,12 @@ from torchbudget.units import MAX_BYTES, format_bytes
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
 # how many bytes are in use for each traced byte: 1.32 in a U-Net, 1.69 in a 1-d convolution. The
 # last share leaves room for a surprise: of 9 models under 1 and 3 GiB, the largest run took 0.971.
-_SAFE: Final = 0.4
-_NEW: Final = 0.7  # of a size of which no batch was run: its kernels may take other bytes
+_NEW: Final = 0.5  # of a size of which no batch was run: its kernels may take other bytes
+_FEW: Final = 0.25  # of another size, to compare
 _NEAR: Final = 0.95
 # Bytes in use for each traced byte, assumed before the first run.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
-# Runs on the CPU that are enough if all agree: an encoder of 5 million parameters is measured under
-# 3 GiB in 42 s of computing; with five, in 52 s; with seven, in 69 s.
-_AGREEING: Final = 4
 # Peaks of one shape were seen to grow by up to 14.8 MiB after 50 others, without any tensor:
 # compiled kernels, gaps in the heap.
 _DRIFT_BYTES: Final = 16 * 2**20
@@ -78,7 +75,11 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     if subject.state.device.type == "cpu":
         trim_malloc()
         _warn_of_kernels(subject)
-    with subject.state.restored(contents=True):
+    with subject.state.restored(contents=True), ExitStack() as stack:
+        gc.collect()
+        if not gc.get_freeze_count():  # collections are quick: they search only newer objects
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         runs = _Runs(subject, StepRunner(subject), room)
         cost = runs.climbed() if traced is None else runs.scaled(traced)
         reserve = reserve_of(cost, runs.runner, subject, room)
@@ -271,26 +272,29 @@ class _Runs:
     def scaled(self, traced: MeasuredCost) -> MeasuredCost:
         """Run shapes that fill the budget, and fit an offset and a scale to them."""
         self.known, domain = traced, self.subject.domain
-        smallest, middle, largest = map(domain.between, (0.0, 0.65, 1.0))
-        self._run_first(smallest)
-        self._reach_for(largest, _SAFE)
-        self._reach_for(largest)
+        smallest, largest = map(domain.between, (0.0, 1.0))
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
-        self._reach_for(domain.between(short), held_out=True)
-        # On the CPU, runs that fill the budget take most of the time: no more if these agree.
-        suffice = self.runner.memory is None and len(self.probes) == _AGREEING
-        if not suffice or max(map(abs, self._fitted().errors())) >= _LEAST_MARGIN:
-            self._reach_for(smallest)
-            self._reach_for(middle)
-            self._reach_for(domain.between(long), held_out=True)
-        self.probes = self.runner.settled(self.probes)
+        self._run_first(smallest)
+        self._reach_for(largest)
+        self._reach_for(domain.between(short), _FEW, held_out=True)
+        # On the CPU, runs that fill the budget take most of the time, and could only raise a scale
+        # above 1: none if these agree so closely that their error is small at twice the bytes.
         cost = self._fitted()
+        errors, small = cost.errors(), _LEAST_MARGIN / 2
+        agree = min(errors) > -small and (cost.scale > 1 or max(errors) < small)
+        if self.runner.memory is not None or len(self.probes) < 3 or not agree:
+            self._reach_for(largest)
+            self._reach_for(smallest)
+            self._reach_for(domain.between(long), held_out=True)
+        cost = self._fitted()
+        self.probes = [*cost.probes]
         return replace(cost, margin=self._margin(cost, _LEAST_MARGIN), seconds=self._seconds(cost))
 
     def _fitted(self) -> MeasuredCost:
         """The traced cost with the offset and the scale of the runs so far."""
-        offset, scale = self._fit([probe for probe in self.probes if not probe.held_out])
-        return replace(self.known, offset=offset, scale=scale, probes=tuple(self.probes))
+        probes = self.runner.settled(self.probes)
+        offset, scale = self._fit([probe for probe in probes if not probe.held_out])
+        return replace(self.known, offset=offset, scale=scale, probes=tuple(probes))
 
     def _margin(self, cost: MeasuredCost, least: float) -> float:
         """Twice the worst underestimate of any run, but at least some bytes and a share."""
