@@ -47,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks, budget = arguments.ranks, arguments.tokens
     tokens, prompt_of = rollouts(arguments.prompts, longest=budget // 2)
-    options: Any = {"units": prompt_of, "balance": WORK}
+    options: Any = {"units": prompt_of, "time": WORK}
     try:
         step = plan_step(tokens, TOKENS, budget, num_replicas=ranks, **options)
         samplers = [

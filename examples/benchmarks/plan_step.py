@@ -107,7 +107,7 @@ def excess(costs: list[list[int]], costliest_sample: int) -> float:
 def ours(sizes: Sizes, prompts: Sizes, ranks: int) -> list[list[list[int]]]:
     """Whole prompts on each rank, by their work."""
     cost = PackedCost(unit_bytes=1)
-    step = plan_step(sizes, cost, CAP, num_replicas=ranks, units=prompts, balance=WORK)
+    step = plan_step(sizes, cost, CAP, num_replicas=ranks, units=prompts, time=WORK)
     return step.micro_batches
 
 

@@ -144,7 +144,7 @@ class Plans:
         return {
             OURS: lambda: self.ours(window=self.buffer),
             OTHERS_OF_OURS[0]: lambda: self.with_half.ours(window=self.buffer),
-            OTHERS_OF_OURS[1]: lambda: self.ours(window=self.buffer, balance=self.cost.time),
+            OTHERS_OF_OURS[1]: lambda: self.ours(window=self.buffer, time=self.cost.time),
             OTHERS_OF_OURS[2]: self.ours,
             OTHERS_OF_OURS[3]: lambda: self.ours(samples_per_step=self.step),
             "fixed batches": self.fixed,

@@ -110,7 +110,7 @@ def test_a_state_of_another_order_is_refused(other: Any, message: str) -> None:
         {"cost": PaddedCost(unit_bytes=1, sample_bytes=1)},
         {"max_batch_size": 5},
         {"limits": [(PaddedCost(unit_bytes=8), 4000)]},
-        {"balance": PaddedCost(sample_bytes=1)},
+        {"time": PaddedCost(sample_bytes=1)},
         {"batch_size_multiple": 4},
         {"size_multiple": 8},
         {"window": 77},

@@ -35,7 +35,7 @@ def test_every_sample_once_in_equal_numbers(seed: int, ranks: int, step: int | N
     """Balanced by time, the laws hold: equal counts, every index once, none over the budget."""
     rng = np.random.default_rng(seed)
     sizes = np.clip(rng.lognormal(4, 1, 1000), 1, 1000).astype(int)
-    options = {"seed": seed, "balance": COST.time, "samples_per_step": step}
+    options = {"seed": seed, "time": COST.time, "samples_per_step": step}
     ours = samplers(sizes, ranks, **options)
     lengths = {len(sampler) for sampler in ours}
     drawn = [list(sampler) for sampler in ours]
@@ -52,7 +52,7 @@ def test_time_is_more_even_than_when_bytes_are_balanced(step: int | None) -> Non
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
     imbalance = {}
     for balance, model in (("cost", None), ("time", COST.time)):
-        ours = samplers(sizes, 8, balance=model, samples_per_step=step)
+        ours = samplers(sizes, 8, time=model, samples_per_step=step)
         per_rank = []
         for sampler in ours:
             each = [COST.time.batch_bytes(len(batch), sizes[batch].max()) for batch in sampler]
@@ -69,14 +69,14 @@ def test_time_is_more_even_than_when_bytes_are_balanced(step: int | None) -> Non
 def test_a_round_is_one_run_where_that_takes_less_time() -> None:
     """Each sample takes time, so that ranks that wait every round have as many of them."""
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
-    ours = samplers(sizes, 8, balance=PaddedCost(sample_bytes=1))
+    ours = samplers(sizes, 8, time=PaddedCost(sample_bytes=1))
     numbers = np.array([[len(batch) for batch in sampler] for sampler in ours])
     assert (np.ptp(numbers, axis=0) <= 1).all()
 
 
 def test_what_is_no_cost_model_is_refused() -> None:
     for balance in ("time", PaddedCost):
-        with pytest.raises(OptionError, match="balance must be a cost model such as PaddedCost"):
-            MemoryBudgetBatchSampler([1, 2], PaddedCost(unit_bytes=1), 10, balance=balance)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"balance must be a PackedCost, got a MeasuredCost"):
-        MemoryBudgetBatchSampler([1, 2], PackedCost(unit_bytes=1), 10, balance=COST)
+        with pytest.raises(OptionError, match="time must be a cost model such as PaddedCost"):
+            MemoryBudgetBatchSampler([1, 2], PaddedCost(unit_bytes=1), 10, time=balance)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"time must be a PackedCost, got a MeasuredCost"):
+        MemoryBudgetBatchSampler([1, 2], PackedCost(unit_bytes=1), 10, time=COST)

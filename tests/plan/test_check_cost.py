@@ -126,8 +126,8 @@ def test_a_cost_that_is_wrong_at_one_size_is_noticed(axes: int) -> None:
 
 def test_a_balance_is_asked_too() -> None:
     balance = Users(lambda n, size: n * size * 0.1, fitting)
-    with pytest.raises(CostError, match=r"balance.batch_bytes, .* returned float64"):
-        MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, balance=balance)
+    with pytest.raises(CostError, match=r"time.batch_bytes, .* returned float64"):
+        MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, time=balance)
 
 
 def test_a_cost_of_other_axes_is_named() -> None:

@@ -130,9 +130,7 @@ def test_a_level_is_a_better_cut_within_the_budget(
     sizes = -np.sort(-np.clip(rng.lognormal(4, 1, 400), 1, 600).astype(np.int64))
     budget = int(cost.batch_bytes(int(rng.integers(1, 8)), int(sizes[0])))
     balance = PaddedCost(unit_bytes=3, pair_bytes=0.1) if other else None
-    rules = BatchRules(
-        cost=cost, budget_bytes=budget, batch_size_multiple=multiple, balance=balance
-    )
+    rules = BatchRules(cost=cost, budget_bytes=budget, batch_size_multiple=multiple, time=balance)
     windows = SortedWindows(sizes[None], rules)
     starts = np.array(windows.starts(0, budget))
     count = -(-len(starts) // ranks) * ranks * rounds

@@ -137,7 +137,7 @@ def test_packed_samples_are_balanced_by_their_work(ranks: int, most: float) -> N
     each = rng.lognormal(7, 0.8, (512, 1)) * rng.lognormal(0, 0.5, (512, 8))
     sizes = np.clip(each, 16, 16_384).astype(np.int64).reshape(-1)
     cost, work = PackedCost(unit_bytes=1), PackedCost(unit_bytes=24_576, pair_bytes=1)
-    step = plan_step(sizes, cost, 32_768, num_replicas=ranks, balance=work)
+    step = plan_step(sizes, cost, 32_768, num_replicas=ranks, time=work)
     batches = [sizes[batch].sum() for mine in step.micro_batches for batch in mine]
     assert max(batches) <= 32_768
     assert len(batches) == -(-sizes.sum() // (32_768 * ranks)) * ranks
@@ -171,8 +171,8 @@ def test_a_report_of_a_step() -> None:
         ([1], TOKENS, 9, {"num_replicas": 0}, OptionError, "num_replicas must be an int of at"),
         ([1], TOKENS, 9, {"micro_batches_multiple": True}, OptionError, "must be an int"),
         ([1], TOKENS, 9, {"oversize": "drop"}, OptionError, "oversize must be one of"),
-        ([1], TOKENS, 9, {"balance": "time"}, OptionError, "balance must be a cost model"),
-        ([1], PackedCost(unit_bytes=1), 9, {"balance": TOKENS}, OptionError, "be a PackedCost"),
+        ([1], TOKENS, 9, {"time": "time"}, OptionError, "time must be a cost model"),
+        ([1], PackedCost(unit_bytes=1), 9, {"time": TOKENS}, OptionError, "be a PackedCost"),
         ([1], TOKENS, 9, {"num_replicas": 4}, UnevenRanksError, "use at least 4 samples"),
     ],
     ids=str,

@@ -228,7 +228,7 @@ def test_units_leave_ranks_as_even_as_they_allow(ranks: int, packs: bool) -> Non
     sizes = np.clip(each, 16, 16_384).astype(np.int64)
     work = PackedCost(unit_bytes=24_576, pair_bytes=1)
     cost = PackedCost(unit_bytes=1) if packs else TOKENS
-    step = plan_step(sizes, cost, 32_768, num_replicas=ranks, units=units, balance=work)
+    step = plan_step(sizes, cost, 32_768, num_replicas=ranks, units=units, time=work)
     done = work.item_bytes(sizes)
     sums = np.array([done[np.concatenate(mine)].sum() for mine in step.micro_batches])
     heaviest = np.bincount(units, done).max() / sums.mean()

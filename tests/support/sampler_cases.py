@@ -66,7 +66,7 @@ def cases(
     axes = sizes.shape[1] if sizes.ndim == 2 else 1
     options["limits"] = draw(limits(largest, packed=packed, least=1 if fits else 2))
     if draw(st.integers(0, 3)) == 0:
-        options["balance"] = draw(formulas(axes, packed=packed))
+        options["time"] = draw(formulas(axes, packed=packed))
     weighted = "weights" in options
     if len(sizes) >= 8 * ranks and not weighted and draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 2**32)))

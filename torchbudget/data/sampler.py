@@ -91,10 +91,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         oversize: if a sample (or a unit of one micro-batch) alone exceeds the budget or a limit,
             raise an error (`"raise"`), leave it out (`"skip"`; counted and logged once), or give it
             a micro-batch of its own, over the budget (`"alone"`).
-        balance: the cost model whose sums over the ranks are made as equal as possible, such as the
-            measured time of a step (`balance=cost.time`); a `PackedCost` for packed batches.
-            Without `samples_per_step`, rank r of R may also get every R-th sample of one run, if
-            that takes less time by this model. Default: `cost`.
+        time: cost model of a micro-batch's time, in any unit. With `samples_per_step` a step is cut
+            into the micro-batches that take the least time, and not into the fewest; its sums over
+            the ranks are made as equal as possible. Without it, or if n samples take no less time
+            together than one by one, it only balances the ranks; rank r of R may then get every
+            R-th sample of one run, if that takes less time. A `PackedCost` for packed batches.
+            Default: none; ranks are balanced by `cost`.
         batches_per_epoch: number of micro-batches of an epoch on each rank. The next epoch
             continues in the order where the last one ended; after the last sample a new order
             begins. Not with `samples_per_step`. Default: an epoch is one pass over the data.
@@ -153,7 +155,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         units: Any = None,
         max_shapes: int | Sequence[tuple[int, int]] | None = None,
         oversize: Oversize = "raise",
-        balance: CostModel | None = None,
+        time: CostModel | None = None,
         batches_per_epoch: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -179,7 +181,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             size_multiple=size_multiple,
             max_batch_size=max_batch_size,
             batch_size_multiple=batch_size_multiple,
-            balance=balance,
+            time=time,
             max_shapes=max_shapes,
         )
         check_cost(rules, table.values, table.largest)

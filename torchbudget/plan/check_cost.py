@@ -39,8 +39,8 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     padded = np.unique(rules.padded(some), axis=0)
     # The budget, the limits that depend on sizes, and the work.
     limits = [limit for limit in rules.limits if limit.name == "cost" or limit.most is None]
-    if rules.balance is not None:
-        limits.append(Limit("balance", rules.balance, rules.budget_bytes))
+    if rules.time is not None:
+        limits.append(Limit("time", rules.time, rules.budget_bytes))
     most = _MOST if rules.most is None else rules.most
     for limit in limits:
         _check_shapes(limit.name, limit.cost, padded, limit.amount)

@@ -196,7 +196,7 @@ class SortedWindows(Windows):
     def _longest(self, row: int, budget: int) -> tuple[Sequence[int], Sequence[int]]:
         """Each sample's kind, and the longest run that may begin with a sample of each kind."""
         rules = self.rules
-        if self._table is not None and budget == rules.budget_bytes:
+        if self._table is not None and budget == rules.lowered.amount:
             which, most = self.sizes[row], self._table
         else:
             values, which = self._kinds_of(row)
@@ -260,7 +260,7 @@ class TiledWindows(Windows):
         super().__init__(sizes, order, rules, labels)
         axes = range(sizes.shape[2])
         smallest = np.array([self.sizes[..., axis].min() for axis in axes])
-        self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self.length)
+        self._longest = min(int(rules.capacity(smallest, rules.lowered.amount)), self.length)
         self._usual = float(rules.alike(self.sizes[:, self.length // 2]).mean())
         levels = self._longest.bit_length()
         # Narrow numbers are a quarter of the memory that passes through the caches.

@@ -180,7 +180,7 @@ def level(
         row: number of the window.
         work: work of each of its micro-batches, by `BatchRules.work`, shape `(micro-batches,)`.
         dealt: their numbers by round and rank, shape `(rounds, ranks)`.
-        budget: the lowered budget under which the window was cut.
+        budget: the lowered cap under which the window was cut.
 
     Returns:
         Other starts of the micro-batches, and their numbers by round and rank; `None` if that is no
@@ -191,7 +191,9 @@ def level(
     if not head:
         return None  # one micro-batch each: they are as alike as can be already
     found = None
-    for tried in np.linspace(budget, windows.rules.budget_bytes, _HEADS).astype(np.int64).tolist():
+    for tried in (
+        np.linspace(budget, windows.rules.lowered.amount, _HEADS).astype(np.int64).tolist()
+    ):
         if most * ranks <= work.sum() * _EVEN:
             break
         starts = np.array(windows.starts(row, tried)[: head + 1])
@@ -227,7 +229,7 @@ def _filled_up(
     tail = sizes[cut:]
     new = np.append(True, tail[1:] != tail[:-1])
     which = np.cumsum(new, dtype=np.int32)  # from 1 on
-    values, capacities = rules.padded(tail[new]), rules.capacity(tail[new], rules.budget_bytes)
+    values, capacities = rules.padded(tail[new]), rules.capacity(tail[new], rules.lowered.amount)
     together = max(_RUNS_AT_ONCE // len(values), 1)
 
     def bounds_under(top: int) -> list[int]:

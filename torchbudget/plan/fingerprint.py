@@ -78,7 +78,7 @@ def rules_identity(rules: BatchRules, *largest: npt.ArrayLike) -> Plain:
         "budget_bytes": rules.budget_bytes,
         "size_multiple": rules.size_multiple,
         "batch_size_multiple": rules.batch_size_multiple,
-        "balance": None if rules.balance is None else named(rules.balance),
+        "time": None if rules.time is None else f"{named(rules.time)} {rules.most_time}",
         "limits": " ".join(f"{named(one.cost)} {one.amount}" for one in rules.limits[1:]),
         "shapes": str(rules.shapes),
     }

@@ -22,7 +22,8 @@ from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, fingerprint, rules_identity
-from torchbudget.plan.groups import NONE, Members
+from torchbudget.plan.groups import NONE, Labels, Members
+from torchbudget.plan.least_time import with_least_time
 from torchbudget.plan.micro_batch import MicroBatch, Span, Window
 from torchbudget.plan.order import Order
 from torchbudget.plan.report import PlanReport, plan_report
@@ -44,6 +45,7 @@ _BLOCK_SAMPLES: Final = 2**18
 _WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
 # Samples whose capacities are read to estimate the number of micro-batches in a window.
 _SURVEY: Final = 4096
+_SURVEYED: Final = 4  # windows in which a cap on time is looked for
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
@@ -137,10 +139,23 @@ class Plan:
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
         several = order.groups is None and order.labels.alike and not ranks.repeats
         several &= rules.packing is None and not rules.shapes
-        several &= rules.balance is None or ranks.even_sums
+        several &= rules.time is None or ranks.even_sums
         self._most_windows = max(samples // self.window, 1) if several else 1
         self.strips = best_strips(survey[: self.window], rules)
+        if ranks.even_sums or ranks.repeats:  # the samples of a window, or of the pass, are given
+            some = self._some_windows()
+            self.rules, self.strips = with_least_time(rules, some, ranks, self.strips)
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
+
+    def _some_windows(self) -> list[tuple[npt.NDArray[Any], Labels]]:
+        """Sizes and labels of the samples of a few windows of the first epoch."""
+        order = self.order
+        each = max(min(self.window, len(order), _BLOCK_SAMPLES), 1)
+        found = []
+        for start in range(0, min(_SURVEYED * each, len(order) - each + 1), each):
+            indices = order.indices(Cursor(epoch=0).pass_key, start, start + each)
+            found.append((self._sizes_at(indices), order.labels.take(indices)))
+        return found
 
     def changed(
         self,
@@ -158,7 +173,7 @@ class Plan:
         """
         return Plan(
             self.sizes,
-            rules or self.rules,
+            rules or replace(self.rules, most_time=None),
             self.order,
             replace(self.ranks, **ranks),
             window=window if "number" in ranks else self.window_samples,

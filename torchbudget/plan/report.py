@@ -54,7 +54,7 @@ class PlanReport:
         skipped: number of samples that alone exceed the budget and are never drawn.
         windows: number of windows of the epoch; 0 for a stream.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the ranks' mean bytes; 1 is
-            even. With `balance=`, the same in the unit of that model.
+            even. With `time=`, the same in the unit of that model.
         dropped: number of samples that `drop_last` drops.
         masked_rows: number of rows without a sample, with `max_shapes`; `None` without it.
     """

@@ -75,17 +75,20 @@ class BatchRules:
         max_batch_size: samples in a micro-batch at the most; `None`: as many as fit.
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
-        balance: what ranks are to have equal sums of, such as time; `None`: the cost.
+        time: of a micro-batch, in any unit; ranks are to have equal sums of it. `None`: the cost.
         further_limits: costs beside the first one, each with the amount that no micro-batch may
             exceed of it.
         max_shapes: the number of shapes of padded batches, which `fitted` chooses; or those shapes,
             pairs of rows and length; `None`: any number of them.
+        most_time: cap on the time of a micro-batch of several samples, beside the limits: see
+            `fastest`. `None`: micro-batches are as full as fits.
         limits: everything that no micro-batch may exceed: the budget, `max_batch_size`, the
             further limits and, as rows of a shape that covers it, the shapes.
         shapes: pairs of rows and length, the fewest rows first; empty: any.
         most: samples in a micro-batch at the most, by all counted limits; `None`: as many as fit.
         summed: costs of the summed limits, each with the room for the sum over a micro-batch's
             samples; the budget of packed batches is the first of them.
+        lowered: the cap that is lowered to even out micro-batches: the time's, or the budget.
 
     Raises:
         OptionError: one is none of its kind, or a pair of them cannot hold.
@@ -96,17 +99,19 @@ class BatchRules:
     size_multiple: int = 1
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
-    balance: CostModel | None = None
+    time: CostModel | None = None
     further_limits: tuple[tuple[CostModel, int], ...] = ()
     max_shapes: int | Sequence[tuple[int, int]] | None = None
+    most_time: int | None = None
     shapes: tuple[tuple[int, int], ...] = field(init=False)
     limits: tuple[Limit, ...] = field(init=False)
     most: int | None = field(init=False)
     summed: tuple[tuple[AdditiveCost, int], ...] = field(init=False)
+    lowered: Limit = field(init=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, model in (("cost", self.cost), ("balance", self.work)):
+        for name, model in (("cost", self.cost), ("time", self.work)):
             if isinstance(model, type) or not isinstance(model, CostModel):
                 function = inspect.isroutine(model)
                 hint = "; measure_cost(step, …) makes one of a training step" if function else ""
@@ -128,7 +133,9 @@ class BatchRules:
             covering = TableCost(numbers=rows, sizes=tuple(zip(lengths)), peak_bytes=rows)
             limits.append(Limit("max_shapes", covering, rows[-1]))
         object.__setattr__(self, "limits", tuple(limits))
-        counted = [limit.most for limit in limits[1:] if limit.most is not None]
+        timed = None if self.most_time is None else Limit("time", self.work, self.most_time)
+        object.__setattr__(self, "lowered", limits[0] if timed is None else timed)
+        counted = [one.most for one in self.others if one.most is not None]
         object.__setattr__(self, "most", max(min(counted), 1) if counted else None)
         costs = [(self.packing, self.budget_bytes)]
         costs += [(limit.summed, limit.amount) for limit in limits[1:]]
@@ -137,8 +144,8 @@ class BatchRules:
         if self.packing is not None:
             if not isinstance(self.work, AdditiveCost):
                 raise OptionError(
-                    "the work of packed batches is the sum over their samples: balance must be a "
-                    f"PackedCost, got a {type(self.balance).__name__}"
+                    "the work of packed batches is the sum over their samples: time must be a "
+                    f"PackedCost, got a {type(self.time).__name__}"
                 )
             for limit in limits[1:]:
                 if limit.most is None and limit.summed is None:
@@ -230,7 +237,12 @@ class BatchRules:
     @property
     def work(self) -> CostModel:
         """The cost model that ranks are balanced by."""
-        return self.cost if self.balance is None else self.balance
+        return self.cost if self.time is None else self.time
+
+    @property
+    def others(self) -> tuple[Limit, ...]:
+        """The limits that are never lowered."""
+        return self.limits[1:] if self.most_time is None else self.limits
 
     def costs(self, model: CostModel, n: ArrayLike, padded_sizes: ArrayLike) -> IntArray:
         """The costs of micro-batches by `cost` or `work`, shape `(…)`.
@@ -271,29 +283,32 @@ class BatchRules:
         return rows[place], lengths[place]
 
     def capacity(
-        self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike, *, alike: bool = False
+        self, sizes: npt.NDArray[Any], amount: ArrayLike, *, alike: bool = False
     ) -> IntArray:
         """The largest number of samples, if the largest of them has the size; at least 1.
 
-        A sample over the budget was dealt with before planning. Under a budget that is lowered to
-        even out the ranks it stands alone. So the number is never 0.
+        A sample over the budget was dealt with before planning. Under a cap that is lowered to
+        even out the ranks it stands alone. So the number is never 0. A cap on the time leaves
+        `batch_size_multiple` samples together if the other limits do.
 
         Args:
             sizes: before rounding, shape `(…)` or `(…, d)`.
-            budget_bytes: shape `(…)`, broadcast.
+            amount: of the cap that is lowered, shape `(…)`, broadcast.
             alike: all samples have the size, so that the summed limits beside a padded budget
                 count; otherwise samples may be smaller.
         """
         padded = self.padded(sizes)
-        n = self.cost.capacity(padded, budget_bytes)
-        for limit in self.limits[1:]:
+        n = self.lowered.cost.capacity(padded, amount)
+        if self.most_time is not None:
+            n = np.maximum(n, self.batch_size_multiple)
+        for limit in self.others:
             if limit.most is None and (alike or limit.summed is None):
                 n = np.minimum(n, limit.cost.capacity(padded, limit.amount))
         return np.maximum(n if self.most is None else np.minimum(n, self.most), 1)
 
     def alike(self, sizes: npt.NDArray[Any]) -> IntArray:
         """The number of samples of one size each that fit together, at least 1; shape `(…)`."""
-        return self.capacity(sizes, self.budget_bytes, alike=True)
+        return self.capacity(sizes, self.lowered.amount, alike=True)
 
     def longest_summed(self, sizes: npt.NDArray[Any]) -> IntArray | None:
         """The longest runs that keep all summed limits, at least 1; `None` without such limits.
@@ -350,14 +365,14 @@ class BatchRules:
         return np.where(n >= self.batch_size_multiple, n - n % self.batch_size_multiple, n)
 
     def table(self, largest: int) -> IntArray | None:
-        """Rounded capacities under the whole budget for the sizes 0 … largest of one axis.
+        """Rounded capacities under the whole cap for the sizes 0 … largest of one axis.
 
         `None` if the sizes are too large for a table. Evaluated once: O(largest).
         """
         if largest >= _TABLE_SIZES:
             return None
         if not self._table or len(self._table[0]) <= largest:
-            capacities = self.capacity(np.arange(largest + 1), self.budget_bytes)
+            capacities = self.capacity(np.arange(largest + 1), self.lowered.amount)
             self._table[:] = [self.rounded(capacities)]
         return self._table[0]
 

@@ -117,7 +117,7 @@ class RoundWindow(SortedWindows):
             UnevenRanksError: a round would have several shapes, or no sample for some rank.
         """
         ranks = self._ranks
-        which, most = self._longest(0, self.rules.budget_bytes)
+        which, most = self._longest(0, self.rules.lowered.amount)
         cut = jumps(which, most, self.length, ranks)
         starts = np.array(cut if self.length % ranks == 0 else self._uneven(cut, which, most))
         of_round = np.repeat(np.arange(len(starts)), np.diff(starts, append=self.length))

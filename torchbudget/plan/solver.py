@@ -8,7 +8,7 @@ the next: the solution is a function of the rules, the window's sizes, the ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ from torchbudget.plan.shapes import RoundWindow
 from torchbudget.units import MAX_BYTES
 
 # Samples of a window that decide how its axes are cut into strips.
-_SURVEY: Final = 512
+SURVEY: Final = 512
 _ONE_RANK: Final = Ranks()
 
 
@@ -179,6 +179,8 @@ def summed_costs(padded: npt.NDArray[Any], starts: IntArray, model: AdditiveCost
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     """Find the number of strips per axis that gives the fewest micro-batches, among powers of √2.
 
+    With a cap on their time, the number that takes the least time.
+
     From 1, which sorts by the last axis alone, to as many as there are samples, which sorts by the
     first one alone: if one axis decides the cost, an end is best. If several do, the middle
     is.
@@ -196,17 +198,40 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     tried = sorted({round(2 ** (power / 2)) for power in range(2 * length.bit_length() + 1)})
     order = np.concatenate([arrange(sizes[None], strips) for strips in tried])
     windows = TiledWindows(np.broadcast_to(sizes, (len(tried), *sizes.shape)), order, rules)
-    cuts = windows.cut(np.full(len(tried), rules.budget_bytes))
-    return tried[min(range(len(tried)), key=lambda number: len(cuts[number]))]
+    cuts = windows.cut(np.full(len(tried), rules.lowered.amount))
+    if rules.most_time is None:
+        return tried[min(range(len(tried)), key=lambda number: len(cuts[number]))]
+    work, firsts = work_of_runs(windows, cuts)
+    return tried[int(np.add.reduceat(work, firsts).argmin())]
 
 
-def _arranged(
+def work_of_runs(windows: Windows, cuts: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """The work of each run of some windows, and the place of each window's first one."""
+    starts, stops, counts = _in_all(windows, cuts)
+    flat = windows.sizes.reshape(-1, *windows.sizes.shape[2:])
+    work = run_costs(flat, starts, stops, windows.rules, windows.rules.work)
+    return work, np.cumsum(counts) - counts
+
+
+def _in_all(windows: Windows, cuts: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray]:
+    """Starts and stops of runs, counted over all windows, and the number of each window's."""
+    counts = np.array([*map(len, cuts)])
+    starts = np.concatenate(cuts) + np.repeat(np.arange(len(cuts)) * windows.length, counts)
+    return starts, np.append(starts[1:], len(cuts) * windows.length), counts
+
+
+def arranged_windows(
     sizes: npt.NDArray[Any],
     rules: BatchRules,
     strips: int | None,
     labels: Labels,
     ranks: Ranks = _ONE_RANK,
 ) -> Windows:
+    """Arrange windows to be cut; the arguments are those of `solve`.
+
+    Raises:
+        OptionError: shapes do not go together with the labels or the ranks.
+    """
     mixed = labels.groups is not None and ranks.number > 1
     if rules.shapes and (mixed or labels.units is not None or ranks.multiple > 1):
         raise OptionError(
@@ -221,7 +246,7 @@ def _arranged(
     if sizes.ndim == 2:
         return SortedWindows(sizes, rules, labels)
     if strips is None:
-        strips = best_strips(sizes[0, :: max(sizes.shape[1] // _SURVEY, 1)], rules)
+        strips = best_strips(sizes[0, :: max(sizes.shape[1] // SURVEY, 1)], rules)
     return TiledWindows(sizes, arrange(sizes, strips), rules, labels)
 
 
@@ -242,11 +267,25 @@ def rounds_needed(
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
     """
+    if rules.most_time is not None:
+        with suppress(UnevenRanksError):
+            return _rounds_needed(rules, sizes, ranks, strips, labels)
+        rules = replace(rules, most_time=None)
+    return _rounds_needed(rules, sizes, ranks, strips, labels)
+
+
+def _rounds_needed(
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    strips: int | None,
+    labels: Labels,
+) -> IntArray:
     cuts_rounds = _may_cut_rounds(rules, sizes, ranks, labels)
     if rules.packing is not None or labels.units is not None or cuts_rounds:
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
-    windows = _arranged(sizes, rules, strips, labels, ranks)
-    cuts = windows.cut(np.full(len(sizes), rules.budget_bytes))
+    windows = arranged_windows(sizes, rules, strips, labels, ranks)
+    cuts = windows.cut(np.full(len(sizes), rules.lowered.amount))
     return least_rounds(np.array([*map(len, cuts)]), len(windows.firsts), ranks)
 
 
@@ -264,15 +303,16 @@ def _cut_into(
         The cuts, and the budgets that padded windows were cut under.
     """
     rules, length = windows.rules, windows.length
-    budgets = np.full(len(target), rules.budget_bytes)
+    cap = rules.lowered
+    budgets = np.full(len(target), cap.amount)
     if rules.packing is None:
-        low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
-        budgets = lowest_budgets(windows, target=target, low=low, high=rules.budget_bytes)
+        low = cap.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
+        budgets = lowest_budgets(windows, target=target, low=low, high=cap.amount)
         cuts = windows.cut(budgets)
     for row, (starts, wanted) in enumerate(zip(cuts, target.tolist(), strict=True)):
         if len(starts) < wanted:
             stops, firsts = np.append(starts[1:], length), windows.firsts
-            costs = run_costs(windows.sizes[row], starts, stops, rules, rules.cost)
+            costs = run_costs(windows.sizes[row], starts, stops, rules, cap.cost)
             runs = np.searchsorted(firsts, starts)
             cuts[row] = firsts[split_to(runs, len(firsts), costs, wanted)]
     return cuts, budgets
@@ -312,7 +352,9 @@ def _dealt_first(
         mine = np.split(places, firsts[1:])
         cuts: list[IntArray] = []
         if len(mine) <= number:
-            windows = [_arranged(sizes[:, at], rules, strips, labels.take(at)) for at in mine]
+            windows = [
+                arranged_windows(sizes[:, at], rules, strips, labels.take(at)) for at in mine
+            ]
             cuts = [_in_rounds(window, rounds) for window in windows]
         needed = max(map(len, cuts), default=rounds + 1)
         if needed <= rounds:
@@ -342,7 +384,7 @@ def _in_rounds(window: Windows, rounds: int) -> IntArray:
     """The starts of `rounds` runs; of more or fewer, if it needs more or has too few samples."""
     starts = window.even(rounds) if isinstance(window, PackedWindow) else None
     if starts is None:
-        starts = window.cut(np.array([window.rules.budget_bytes]))[0]
+        starts = window.cut(np.array([window.rules.lowered.amount]))[0]
         if len(starts) <= rounds <= len(window.firsts):
             starts = _cut_into(window, [starts], np.array([rounds]))[0][0]
     return starts
@@ -352,14 +394,12 @@ def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
     """Cut windows, and give their micro-batches to the ranks, the costliest round first."""
     rules, windows, length = arranged.rules, len(arranged.sizes), arranged.length
     by_rounds = isinstance(arranged, RoundWindow)
-    budgets = np.full(windows, rules.budget_bytes)
+    budgets = np.full(windows, rules.lowered.amount)
     cuts = arranged.cut(budgets)
     if ranks.together > 1 and not by_rounds:
         needed = least_rounds(np.array([*map(len, cuts)]), len(arranged.firsts), ranks)
         cuts, budgets = _cut_into(arranged, cuts, needed * ranks.number)
-    counts = np.array([*map(len, cuts)])
-    starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
-    stops = np.append(starts[1:], windows * length)
+    starts, stops, counts = _in_all(arranged, cuts)
     flat = arranged.sizes.reshape(-1, *arranged.sizes.shape[2:])
     if ranks.number > 1 and not by_rounds:
         work = run_costs(flat, starts, stops, rules, rules.work)
@@ -393,7 +433,7 @@ def solve(
     Args:
         rules: of a micro-batch.
         sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack or have
-            shapes, or if ranks that wait every round have a `balance`.
+            shapes, or if ranks that wait every round have a `time`.
         ranks: that share each window.
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
@@ -407,6 +447,22 @@ def solve(
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
     """
+    if rules.most_time is not None:
+        with suppress(UnevenRanksError):  # more micro-batches than samples, on some ranks
+            return _solved(rules, sizes, ranks, key, strips, labels, parts)
+        rules = replace(rules, most_time=None)
+    return _solved(rules, sizes, ranks, key, strips, labels, parts)
+
+
+def _solved(
+    rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks,
+    key: WindowKey | None,
+    strips: int | None,
+    labels: Labels,
+    parts: int,
+) -> Block:
     if parts > 1:
         with suppress(UnevenRanksError):
             part = partial(solve, rules, ranks=ranks, key=key, strips=strips)
@@ -417,7 +473,7 @@ def solve(
     if first and ranks.together > 1:
         block = _dealt_first(rules, sizes, ranks, strips, labels)
     if block is None:
-        block = _cut_first(_arranged(sizes, rules, strips, labels, ranks), ranks)
+        block = _cut_first(arranged_windows(sizes, rules, strips, labels, ranks), ranks)
     if _may_cut_rounds(rules, sizes, ranks, labels):
         with suppress(UnevenRanksError):
             by_rounds = _cut_first(RoundWindow(sizes, rules, ranks, labels), ranks)
@@ -457,9 +513,9 @@ def _may_cut_rounds(
     """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
 
     Ranks then have alike micro-batches, which pad more. It pays if they wait every round, as
-    far as a `balance` predicts their time.
+    far as a `time` predicts it.
     """
-    waits = ranks.number > 1 and not ranks.even_sums and rules.balance is not None
+    waits = ranks.number > 1 and not ranks.even_sums and rules.time is not None
     return waits and rules.packing is None and sizes.ndim == 2 and labels.alike and not rules.shapes
 
 
@@ -528,8 +584,8 @@ def without_last(
     Returns:
         Shape `(S,)`.
     """
-    windows = _arranged(sizes[None], rules, strips, labels)
-    starts = windows.cut(np.array([rules.budget_bytes]))[0]
+    windows = arranged_windows(sizes[None], rules, strips, labels)
+    starts = windows.cut(np.array([rules.lowered.amount]))[0]
     stops, own = np.append(starts[1:], len(sizes)), windows.sizes[0]
     # Each micro-batch is filled up to its multiple, with copies of the window's smallest sample.
     more = np.cumsum(rules.batch_size_multiple - (stops - starts) % rules.batch_size_multiple)

@@ -15,13 +15,14 @@ from torchbudget.checks import at_least_one, called_as
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.least_time import with_least_time
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.shapes import fitted
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.solver import solve
+from torchbudget.plan.solver import SURVEY, best_strips, solve
 from torchbudget.units import Amount
 
 
@@ -74,7 +75,7 @@ def plan_step(
     groups: npt.ArrayLike | None = None,
     units: Any = None,
     max_shapes: int | Sequence[tuple[int, int]] | None = None,
-    balance: CostModel | None = None,
+    time: CostModel | None = None,
     oversize: Oversize = "raise",
 ) -> StepPlan:
     """Cut samples that are in memory into micro-batches that fit a budget, evenly over ranks.
@@ -101,8 +102,11 @@ def plan_step(
             rank; with a pair `(labels, "micro_batch")` in one micro-batch.
         max_shapes: padded batches take at most this number of shapes, or these shapes, and all
             ranks have the same one in each round, as in `MemoryBudgetBatchSampler`.
-        balance: cost model whose sums over the ranks are made as equal as possible; a `PackedCost`
-            for packed samples. Default: `cost`.
+        time: cost model of a micro-batch's time, in any unit: the step is cut into the
+            micro-batches that take the least time, and not into the fewest, and its sums over the
+            ranks are made as equal as possible. If n samples take no less time together than one
+            by one, it only balances; so does a `PackedCost` for packed samples. Default: none;
+            ranks are balanced by `cost`.
         oversize: a sample that alone exceeds the budget raises an error (`"raise"`), is skipped
             (`"skip"`) or gets a micro-batch of its own (`"alone"`). The same holds for a unit of
             one micro-batch.
@@ -136,7 +140,7 @@ def plan_step(
         size_multiple=size_multiple,
         max_batch_size=max_batch_size,
         batch_size_multiple=batch_size_multiple,
-        balance=balance,
+        time=time,
         max_shapes=max_shapes,
     )
     check_cost(rules, table.values, table.largest)
@@ -149,7 +153,10 @@ def plan_step(
     order = Order.of(table, rules, oversize, apart=False, **options)
     rules = fitted(rules, table.values, order.skipped)
     kept = order.indices((0, 0), 0, len(order))
-    block = solve(rules, table.values[kept][None], ranks, labels=order.labels.take(kept))
+    values, labels = table.values[kept], order.labels.take(kept)
+    strips = best_strips(values[:: max(len(values) // SURVEY, 1)], rules)
+    rules, strips = with_least_time(rules, [(values, labels)], ranks, strips)
+    block = solve(rules, values[None], ranks, strips=strips, labels=labels)
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]

@@ -123,7 +123,7 @@ def compare() -> dict[str, Any]:
         "same": planned,
         "budget": lambda: planned(budget=less),
         "cost": lambda: planned(cost=other_cost),
-        "balance": lambda: planned(balance=PaddedCost(sample_bytes=1, unit_bytes=rank)),
+        "time": lambda: planned(time=PaddedCost(sample_bytes=1, unit_bytes=rank)),
         "limits": lambda: planned(limits=[(TOKENS, 2000 - rank)]),
         "seed": lambda: planned(seed=rank),
         "sizes": lambda: planned(LENGTHS[rank:]),

@@ -1,0 +1,95 @@
+"""Steps in the least time: against the best cut of a dynamic program, and today's full ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
+from torchbudget.cost.protocol import CostModel
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+def lengths(seed: int, samples: int) -> Any:
+    return np.clip(np.random.default_rng(seed).lognormal(5, 1, samples), 8, 4096).astype(int)
+
+
+def least_total(sizes: Any, most: int, each: int) -> int:
+    """The oracle: the least Σ each + n·L over all cuts of the sorted samples into runs that fit."""
+    ordered = np.sort(sizes)[::-1]
+    least = np.full(len(ordered) + 1, np.iinfo(np.int64).max)
+    least[0] = 0
+    for first, longest in enumerate(ordered.tolist()):
+        runs = np.arange(1, min(most // longest, len(ordered) - first) + 1)
+        reached = least[first] + each + longest * runs
+        np.minimum(least[first + runs], reached, out=reached)
+        least[first + runs] = reached
+    return int(least[-1])
+
+
+def slowest(sizes: Any, cap: int, time: CostModel, ranks: int, *, timed: bool, samples: int) -> Any:
+    """The time of each step's slowest rank, and all micro-batches."""
+    steps, every = [], []
+    for rank in range(ranks):
+        sampler = MemoryBudgetBatchSampler(
+            sizes, TOKENS, cap, samples_per_step=samples, num_replicas=ranks, rank=rank,
+            time=time if timed else None,
+        )  # fmt: skip
+        number, batches = len(sampler), list(sampler)
+        assert len(batches) == number
+        each = [int(time.batch_bytes(len(one), sizes[one].max())) for one in batches]
+        ends = np.cumsum(sampler.steps)
+        steps.append(np.add.reduceat(each, ends - sampler.steps))
+        every += batches
+    return np.max(steps, axis=0), every
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize(("cap", "each"), [(16_384, 1000), (65_536, 300), (262_144, 1000)])
+def test_steps_are_nearly_as_fast_as_can_be(ranks: int, cap: int, each: int) -> None:
+    """Each sample once, within the bytes; 1.03 of the least total; no slower than full batches."""
+    sizes, time = lengths(0, 4096), PaddedCost(fixed_bytes=each, unit_bytes=1)
+    steps, batches = slowest(sizes, cap, time, ranks, timed=True, samples=1024)
+    full, _ = slowest(sizes, cap, time, ranks, timed=False, samples=1024)
+    assert sorted(index for batch in batches for index in batch) == list(range(4096))
+    assert all(len(batch) * sizes[batch].max() <= cap for batch in batches)
+    sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 10**9, samples_per_step=1024)
+    bound = sum(least_total(sizes[step], cap, each) for step in sampler) / ranks
+    assert steps.sum() <= 1.03 * bound
+    assert steps.sum() <= 1.001 * full.sum()
+
+
+def test_slow_samples_stand_alone() -> None:
+    """A few samples take longer than the best micro-batches of the others."""
+    sizes = np.append(np.full(16, 4000), np.random.default_rng(0).integers(10, 30, 1000))
+    time = PaddedCost(fixed_bytes=200, unit_bytes=1)
+    step = plan_step(sizes, TOKENS, 65_536, time=time)
+    [batches] = step.micro_batches
+    total = sum(200 + len(one) * sizes[one].max() for one in batches)
+    assert total <= 1.05 * least_total(sizes, 65_536, 200)  # 1.08 if no cap were below their time
+
+
+@pytest.mark.parametrize(
+    ("cost", "time"),
+    [
+        (TOKENS, PaddedCost(unit_bytes=3)),  # n samples take as long together as one by one
+        (PackedCost(unit_bytes=1), PackedCost(unit_bytes=1)),
+    ],
+)
+def test_a_time_that_only_balances(cost: CostModel, time: CostModel) -> None:
+    """The micro-batches of one rank are as full as without a time."""
+    sizes = lengths(1, 512)
+    with_time = plan_step(sizes, cost, 16_384, time=time)
+    assert with_time.micro_batches == plan_step(sizes, cost, 16_384).micro_batches
+
+
+def test_multiples_are_kept_unless_fewer_fit_the_bytes() -> None:
+    """However short the best time: 8 samples together, but for the last ones and long ones."""
+    sizes = lengths(2, 1024)
+    time = PaddedCost(fixed_bytes=100, unit_bytes=1)
+    [batches] = plan_step(sizes, TOKENS, 16_384, time=time, batch_size_multiple=8).micro_batches
+    for batch in batches[:-2]:
+        assert len(batch) % 8 == 0 or len(batch) == 16_384 // sizes[batch].max()
