@@ -75,8 +75,8 @@ class MeasuredCost:
         margin: the share by which every prediction is raised.
         offset: bytes that real steps needed besides the traced ones.
         scale: bytes that real steps needed for each traced byte.
-        seconds: coefficients of a step's time, for 1, n and the floating-point operations; `None`:
-            no step was timed.
+        seconds: coefficients of the time of a step without its optimizer's, for 1, n, the traced
+            bytes of its samples and the floating-point operations; `None`: no step was timed.
         parts: traced bytes of parameters, gradients and optimizer state, by name.
         room: the budget of the measurement in bytes; `None`: there was none.
         probes: the measured batches.
@@ -95,7 +95,7 @@ class MeasuredCost:
     margin: float = 0.0
     offset: float = 0.0
     scale: float = 1.0
-    seconds: tuple[float, float, float] | None = None
+    seconds: tuple[float, ...] | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
     room: int | None = None
     probes: tuple[Probe, ...] = ()
@@ -131,9 +131,10 @@ class MeasuredCost:
 
     @cached_property
     def time(self) -> Surface:
-        """A cost model of a step's nanoseconds: `a + b·n + c·(floating-point operations)`.
+        """A cost model of a micro-batch's nanoseconds: those of a step without its optimizer's.
 
-        Its coefficients are fitted to the seconds of the steps that were run.
+        They are `a + b·n + c·(traced bytes) + d·(floating-point operations)`, none negative, fitted
+        to steps that were timed for this.
 
         Raises:
             CostError: no step was timed, since none was run.
@@ -143,12 +144,15 @@ class MeasuredCost:
                 "this cost has no time: its steps were traced, not run; measure it with "
                 "method='auto' or 'run'"
             )
-        fixed, each, flop = (1e9 * one for one in self.seconds)
-        surface = replace(self.work, offset=fixed, scale=flop or 1e-30)._surface
-        rows = surface.rows.copy()
-        rows[:, 0] += math.ceil(each) * surface.starts[:, None]
-        rows[:, 1] += math.ceil(each)
-        return replace(surface, rows=rows)
+        fixed, each, byte, flop = (1e9 * one for one in self.seconds)
+        return Surface.of(
+            self._levels(),
+            [one.weighted(each, byte, flop) for one in self.pieces],
+            None if self.grid is None else self.grid.weighted(each, byte),
+            empty=0,
+            offset=fixed - byte * self.empty,
+            scale=1.0,
+        )
 
     @property
     def work(self) -> MeasuredCost:

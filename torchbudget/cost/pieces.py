@@ -75,6 +75,16 @@ class Piece:
         if not all(isinstance(at, int) and 0 <= at < len(self.nodes) for at in used):
             raise CostError("a piece refers to an expression that it does not have")
 
+    def weighted(self, each: float, byte: float, flop: float) -> Piece:
+        """The piece of `each·n + byte·bytes + flop·operations`."""
+        expressions = Expressions.of(self.nodes)
+        node = expressions.node
+        both = ((each, node("symbol", 0)), (flop, self.flops))
+        beside = [node("Mul", node("float", factor), at) for factor, at in both]
+        own = (node("Mul", node("float", byte), at) for at in self.sums)
+        sums = tuple(node("Add", one, *beside) for one in own)
+        return replace(self, nodes=tuple(expressions.nodes), sums=sums)
+
     def bytes_at(self, shapes: npt.ArrayLike) -> IntArray:
         """The traced peak at each shape, `(S, 1 + d)`: shape `(S,)`."""
         peaks: IntArray = self._totals(shapes).max(axis=0)
@@ -426,6 +436,15 @@ class Grid:
         """The grid of bytes above the floor."""
         floor = self.floor
         values = tuple(tuple(one - floor for one in column) for column in self.values)
+        return replace(self, values=values, reached=MAX_BYTES)
+
+    def weighted(self, each: float, byte: float) -> Grid:
+        """The grid of `each·n + byte·bytes`."""
+        columns = zip(self.numbers, self.values, strict=True)
+        values = tuple(
+            tuple(each * n + byte * one for n, one in zip(*column, strict=True))
+            for column in columns
+        )
         return replace(self, values=values, reached=MAX_BYTES)
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from torchbudget.cost.agree import joined_ranks
+from torchbudget.cost.agree import joined_ranks, reducing
 from torchbudget.cost.batch_recipe import Shape
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
+from torchbudget.cost.timing import optimizer_seconds, timed
 from torchbudget.errors import CostError, TorchBudgetError
 from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.machine.device import DeviceMemory, device_memory
@@ -27,7 +28,7 @@ from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.restoring import TrainingState
-from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.units import format_bytes
 
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
 # how many bytes are in use for each traced byte: 1.32 in a U-Net, 1.69 in a 1-d convolution. The
@@ -72,6 +73,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     Raises:
         CostError: not even one sample of the smallest size fits.
     """
+    begun_s = time.perf_counter()
     if subject.state.device.type == "cpu":
         trim_malloc()
         _warn_of_kernels(subject)
@@ -84,6 +86,8 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         cost = runs.climbed() if traced is None else runs.scaled(traced)
         reserve = reserve_of(cost, runs.runner, subject, room)
         cost = replace(cost, offset=cost.offset + reserve)
+        measured_s = time.perf_counter() - begun_s
+        cost = timed(cost, subject, runs.room, runs.runner.seconds_of, measured_s)
     largest = subject.domain.between(1.0)
     if all(probe.size != largest for probe in cost.probes):
         subject.notes.append(
@@ -149,6 +153,27 @@ class StepRunner:
         self._beside_bytes.append(beside_bytes)
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
+
+    def seconds_of(self, shape: tuple[int, Size], times: int) -> float:
+        """The least seconds of steps on a shape, without the first one, on the slowest rank.
+
+        Optimizers' steps and the sums of gradients over ranks are left out.
+        """
+        found = []
+        with ExitStack() as stack:
+            for module in reducing(self._state):
+                stack.enter_context(module.no_sync())
+            spent_s = stack.enter_context(optimizer_seconds(self._wait))
+            for _ in range(times):
+                self._state.rewind()
+                batch = self._subject.batch((shape[0], *shape[1]))
+                self._wait()
+                before_s, start_s = spent_s(), time.perf_counter()
+                self._subject.step(batch)
+                self._wait()
+                found.append(time.perf_counter() - start_s - (spent_s() - before_s))
+        [slowest] = self._largest(min(found[1:]))
+        return float(slowest)
 
     def attempt(self, shape: tuple[int, Size]) -> None:
         """Make a step on a shape, whether or not it fits.
@@ -288,7 +313,7 @@ class _Runs:
             self._reach_for(domain.between(long), held_out=True)
         cost = self._fitted()
         self.probes = [*cost.probes]
-        return replace(cost, margin=self._margin(cost, _LEAST_MARGIN), seconds=self._seconds(cost))
+        return replace(cost, margin=self._margin(cost, _LEAST_MARGIN))
 
     def _fitted(self) -> MeasuredCost:
         """The traced cost with the offset and the scale of the runs so far."""
@@ -373,25 +398,6 @@ class _Runs:
             return False
         return True
 
-    def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
-        """Coefficients of 1, n and floating-point operations, at least 0, of the runs' seconds."""
-        seconds = np.array([probe.seconds for probe in self.probes], float)
-        n = np.array([probe.n for probe in self.probes], float)
-        flops = cost.work.traced_bytes(n, [probe.asked for probe in self.probes])
-        matrix = np.stack([np.ones(len(n)), n, np.where(flops < MAX_BYTES, flops, 0)], axis=1)
-        used = np.flatnonzero(matrix.any(axis=0))
-        while True:  # without the term that would be negative, until none is
-            scales = matrix[:, used].max(axis=0)
-            weighted = matrix[:, used] / scales / seconds[:, None]
-            solved = np.linalg.lstsq(weighted, np.ones(len(n)), rcond=None)[0]
-            if solved.min() >= 0:
-                break
-            used = used[solved > solved.min()]
-        coefficients = np.zeros(3)
-        coefficients[used] = solved / scales
-        fixed, each, flop = coefficients.tolist()
-        return fixed, each, flop
-
     # Without a trace: a grid of runs.
 
     def climbed(self) -> MeasuredCost:
@@ -425,7 +431,7 @@ class _Runs:
             self._reach_for(domain.between(share), held_out=True)
         self.probes = self.runner.settled(self.probes)
         cost = self._grid_cost(nodes)
-        return replace(cost, margin=self._margin(cost, _BLIND_MARGIN), seconds=self._seconds(cost))
+        return replace(cost, margin=self._margin(cost, _BLIND_MARGIN))
 
     def _climb(self, size: Size, least: int) -> None:
         runs = [probe for probe in self.probes if probe.size == size]
