@@ -137,7 +137,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("budget", "budget_bytes: 2000 on rank 0, 1700 on rank 1"),
         ("cost", "cost: "),
-        ("balance", "time: "),
+        ("time", "time: "),
         ("limits", "limits: "),
         ("seed", "seed: 0 on rank 0, 1 on rank 1"),
         ("sizes", f"the number of samples: {len(LENGTHS)} on rank 0, {len(LENGTHS) - 1} on rank 1"),
