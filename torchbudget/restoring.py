@@ -11,7 +11,7 @@ import random
 import shutil
 import tempfile
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,11 +52,8 @@ _DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
 class AccumulatesGradients(Protocol):
     """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
 
-    def single_steps(self) -> AbstractContextManager[None]:
-        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
-
-    def no_steps(self) -> AbstractContextManager[None]:
-        """Let no micro-batch inside end a step, and forget all of them at the end."""
+    def measured(self, *, steps: bool) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, or let none end a step; forget all."""
 
     def has_several(self) -> bool:
         """Return whether steps have several micro-batches."""
@@ -281,17 +278,15 @@ class TrainingState:
 
     def bytes_by_kind(self) -> dict[str, float]:
         """Bytes of all tensors but dense gradients; infinite for a graph that gradients keep."""
-        found = {"tensors in attributes, lists or closures": 0.0, "sparse gradients": 0.0}
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        for gradient in gradients:
-            if gradient.layout in SPARSE:
-                found["sparse gradients"] += part_bytes(gradient)
-            if gradient.grad_fn is not None:
+        found: dict[str, float] = defaultdict(float)
+        gradients = {id(p.grad) for p in self.parameters()}
+        for one in {id(one): one for one in [*self.tensors(), *self._loose]}.values():
+            if id(one) not in gradients:
+                found["tensors in attributes, lists or closures"] += part_bytes(one)
+            elif one.grad_fn is not None:
                 found["gradients that keep their graph, by create_graph=True"] = math.inf
-        others = {id(one): one for one in [*self.tensors(), *self._loose]}
-        for gradient in gradients:
-            others.pop(id(gradient), None)
-        found["tensors in attributes, lists or closures"] += sum(map(part_bytes, others.values()))
+            elif one.layout in SPARSE:
+                found["sparse gradients"] += part_bytes(one)
         return found
 
     def _saved(self) -> list[tuple[Any, Any]]:
@@ -346,7 +341,7 @@ class TrainingState:
             for generator in self._generators:
                 stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
-                stack.enter_context(accumulator.single_steps())
+                stack.enter_context(accumulator.measured(steps=True))
             try:
                 yield
             finally:

@@ -312,7 +312,11 @@ def _traced(subject: Subject, room: float, seconds: float) -> MeasuredCost:
     )
     largest = domain.occurring((1, *domain.between(1.0)))
     subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
-    subject.check_left(tracer.left)
+    subject.check_left(
+        lambda step, shape: Tracer(
+            step, subject.batch, subject.state, target=subject.target, complete=False
+        ).concrete(shape)
+    )
     covering = Covering(subject, tracer, room, seconds)
     covering.cover()
     return MeasuredCost(

@@ -16,7 +16,6 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from torchbudget.cost.agree import joined_ranks
-from torchbudget.cost.batch_recipe import Shape
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
@@ -26,7 +25,6 @@ from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.restoring import TrainingState
 from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
@@ -158,14 +156,6 @@ class StepRunner:
         """
         with suppress(ProbeOutOfMemoryError):
             self.peak_of([shape])
-
-    def left(self, shape: Shape) -> dict[str, float]:
-        """Bytes of tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
-        with ExitStack() as stack:
-            for accumulator in self._state.accumulators:
-                stack.enter_context(accumulator.no_steps())
-            self._subject.step(self._subject.batch(shape))
-            return TrainingState(self._subject.step).bytes_by_kind()
 
     def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> Peak:
         """The peak of a step on each shape in turn, without emptying the cache in between.
@@ -416,7 +406,7 @@ class _Runs:
                 "torchbudget.is_measuring()"
             )
         if 2 * self.probes[0].peak_bytes - self.runner.idle_bytes <= self.room:
-            self.subject.check_left(self.runner.left)
+            self.subject.check_left(lambda step, shape: step(self.subject.batch(shape)))
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)
