@@ -35,7 +35,7 @@ from torchbudget.cost.running import (
     warn_of_kept,
 )
 from torchbudget.cost.subject import BatchError, Domain, Subject
-from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.cost.tracing import Tracer
 from torchbudget.dtensors import part_bytes
 from torchbudget.errors import CostError
 from torchbudget.machine.allocators import settle_malloc
@@ -215,19 +215,19 @@ def why_not(
     if n < 1:
         return "no sample fits"
     runs = [replace(full, n=n)]
-    some = sorted(cost.probes, key=lambda probe: (math.prod(probe.size), probe.n))
+    traced = [probe for probe in cost.probes if probe.how == "trace"]
+    some = sorted(traced or cost.probes, key=lambda probe: (math.prod(probe.size), probe.n))
     some = [some[0], some[len(some) // 2], some[-1]]
     with ExitStack() as stack:
         stack.callback(state.modes())
-        if cost.is_traced:
+        if traced:
             tracer = Tracer(step, subject.batch, state, checks=subject.checks)
             largest = (1, *some[-1].size)
             subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
-            for shape, traced in cost.traced_shapes(some):
-                shape = domain.occurring(shape)
+            for shape, before in (((one.n, *one.size), one.peak_bytes) for one in some):
                 now = int(tracer.concrete(shape).peaks([shape])[0])
-                if now != traced:
-                    return f"a trace of {shape} has {now:,} bytes, and had {traced:,}"
+                if now != before:
+                    return f"a trace of {shape} has {now:,} bytes, and had {before:,}"
         else:
             runs += some[:2]
         with state.restored(contents=True):
@@ -338,11 +338,7 @@ def _traced_if_possible(subject: Subject, room: float) -> MeasuredCost | None:
     except BatchError:
         raise
     except CostError as error:
-        subject.notes.append(f"only run, not traced: {error}")
-        if isinstance(error, ValueDependentError):
-            subject.notes.append(
-                "memory depends on values of tensors: it was measured with those of make_batch"
-            )
+        subject.notes.append(f"only run, not traced, with the values of make_batch: {error}")
     return None
 
 

@@ -88,6 +88,8 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
             f"no batch of the largest size, {largest}, was run: one sample of it is predicted to "
             "exceed the budget"
         )
+    if traced is not None:
+        cost = replace(cost, probes=(*cost.probes, *traced.probes))
     runs.runner.empty_cache()  # otherwise reserved memory would count as needed by the next step
     if runs.runner.not_finite:
         subject.warn(
