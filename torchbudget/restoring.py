@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
@@ -244,16 +244,6 @@ class TrainingState:
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
-    def modes(self) -> Callable[[], None]:
-        """Return a function that puts all modules back into the mode that they are in."""
-        modes = [(part, part.training) for part in self.parts()]
-
-        def put_back() -> None:
-            for part, training in modes:
-                part.training = training
-
-        return put_back
-
     def rewind(self) -> None:
         """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
         for container, items in self._of_helpers:
@@ -370,6 +360,20 @@ class TrainingState:
                     parameter.grad = gradient
                 put_back()
                 self._aliases = []
+
+
+def modes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that puts the parts of modules back into the modes that they are in."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+
+    def put_back() -> None:
+        for part, training in modes.items():
+            if part.training != training:
+                part.train(training)
+        for part, training in modes.items():
+            part.training = training  # of a part of several modules, which the last one has changed
+
+    return put_back
 
 
 @contextmanager

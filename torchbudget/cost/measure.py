@@ -43,7 +43,7 @@ from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.progress import counting
 from torchbudget.random_state import RandomState
-from torchbudget.restoring import TrainingState, autocast_is_active
+from torchbudget.restoring import TrainingState, autocast_is_active, modes_of
 from torchbudget.units import format_bytes
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
@@ -165,7 +165,7 @@ def measure_cost(
         subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
-        stack.callback(state.modes())
+        stack.callback(modes_of(state.modules))
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False)
         )
@@ -219,7 +219,7 @@ def why_not(
     some = sorted(traced or cost.probes, key=lambda probe: (math.prod(probe.size), probe.n))
     some = [some[0], some[len(some) // 2], some[-1]]
     with ExitStack() as stack:
-        stack.callback(state.modes())
+        stack.callback(modes_of(state.modules))
         if traced:
             tracer = Tracer(step, subject.batch, state, checks=subject.checks)
             largest = (1, *some[-1].size)

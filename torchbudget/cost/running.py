@@ -19,6 +19,7 @@ from torchbudget.cost.agree import joined_ranks
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
+from torchbudget.cost.tracing import DRAWS
 from torchbudget.errors import CostError, TorchBudgetError
 from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.machine.device import DeviceMemory, device_memory
@@ -401,12 +402,7 @@ class _Runs:
         self._run_first(smallest)
         if self.subject.state.draws() != before:
             self.subject.draws = _DRAWS
-            self.subject.warn(
-                "the step draws from a generator outside torch, as of random or numpy.random, and "
-                f"cannot be traced: {_DRAWS} steps are run on each shape. If its memory depends on "
-                "the draws, let it make the choice that needs the most while "
-                "torchbudget.is_measuring()"
-            )
+            self.subject.warn(f"{_DRAWS} steps are run on each shape: {DRAWS}")
         if 2 * self.probes[0].peak_bytes - self.runner.idle_bytes <= self.room:
             self.subject.check_left(lambda step, shape: step(self.subject.batch(shape)))
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}

@@ -190,10 +190,9 @@ class StepChecks:
         """Notes for the report on the step that was checked last."""
         if not self.forward_only:
             return []
-        mode = "; its module was in training mode" if self._is_training else ""
         note = (
             "the step was forward only: it made no gradients and no optimizer stepped, so the "
-            f"cost is for evaluation, and too low to train with{mode}"
+            "cost is for evaluation, and too low to train with"
         )
         parameters = self._state.parameters()
         if any(p.requires_grad for p in parameters) and all(p.grad is None for p in parameters):

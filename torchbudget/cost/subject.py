@@ -18,7 +18,7 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
 from torchbudget.machine.out_of_memory import is_out_of_memory
-from torchbudget.restoring import TrainingState
+from torchbudget.restoring import TrainingState, modes_of
 from torchbudget.warn import warn
 
 Size: TypeAlias = tuple[int, ...]
@@ -263,7 +263,7 @@ class Subject:
         trained = [one for one in idle if one in self.checks.trained]
         if not trained:
             return
-        put_back = self.state.modes()
+        put_back = modes_of(self.state.modules)
         for one in trained:
             one.train()
         try:

@@ -65,8 +65,6 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 # Fake tensors of up to so many elements, as a shape has, remember values that were computed from
 # Python numbers alone, as in torch.tensor(x.shape).min(). Larger ones may be masks that are drawn.
 _REMEMBERED: Final = 8
-
-
 # Other draws for each shape, beyond those of a step's layers or so.
 _MOST_DRAWS: Final = 997
 _INTEGERS: Final = (
@@ -74,11 +72,9 @@ _INTEGERS: Final = (
     "loop count, and a trace has no values; take it from a shape, or use "
     "measure_cost(method='run')"
 )
-
-
-_DRAWS: Final = (
-    "the step's memory depends on draws of a generator outside torch, as of random or "
-    "numpy.random: let it make the choice that needs the most memory while "
+DRAWS: Final = (
+    "the step draws from a generator outside torch, as of random or numpy.random, and its memory "
+    "may depend on the draws: let it make the choice that needs the most memory while "
     "torchbudget.is_measuring()"
 )
 
@@ -187,7 +183,7 @@ class Tracer:
                 break
         first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
         if not np.array_equal(first, last):
-            raise ValueDependentError(_DRAWS if counter.drew else _INTEGERS)
+            raise ValueDependentError(DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
     def _two_steps(
