@@ -146,7 +146,7 @@ class StepRunner:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
         times = self._subject.draws if self._beside_bytes else 1 + self._subject.draws
-        peak, beside_bytes, seconds = self._peak([(n, size)] * times)
+        peak, beside_bytes, seconds = self.peak_of([(n, size)] * times)
         self._beside_bytes.append(beside_bytes)
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
@@ -159,14 +159,6 @@ class StepRunner:
         """
         with suppress(ProbeOutOfMemoryError):
             self.peak_of([shape])
-
-    def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> Peak:
-        """The peak of a step on each shape in turn, without emptying the cache in between.
-
-        Raises:
-            ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
-        """
-        return self._peak(shapes)[0]
 
     def settled(self, probes: Sequence[Probe]) -> list[Probe]:
         """All probes, as if what is in use beside tensors had been so from the start.
@@ -191,8 +183,15 @@ class StepRunner:
         if self.memory is not None:
             self.memory.source.empty_cache()
 
-    def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
-        """The peak of steps, the memory in use outside tensors, and the seconds of the last."""
+    def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
+        """Make a step on each shape in turn, without emptying the cache in between.
+
+        Returns:
+            The peak of all, the memory in use outside tensors, and the seconds of the last one.
+
+        Raises:
+            ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
+        """
         found = [(Peak(), 0, 0.0)]
         try:
             failed = ran_out_of_memory(lambda: found.append(self._run(shapes)))
@@ -535,7 +534,7 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
             n = np.minimum(cost.capacity(asked, int(share * room)), most)
             shapes = [(one, size) for one, size in zip(n.tolist(), sizes, strict=True) if one]
             with suppress(ProbeOutOfMemoryError):
-                together = runner.peak_of(shapes)
+                together, *_ = runner.peak_of(shapes)
                 if not together.retries:  # after one, the cache was flushed: try a smaller share
                     predicted = int(cost.batch_bytes(n, asked).max())
                     reserve = max(room - room * predicted // max(together.bytes, 1), 0)
