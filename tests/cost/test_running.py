@@ -218,11 +218,11 @@ def test_gaps_between_shapes_in_turn_are_added(
         def __init__(self) -> None:
             self.memory = device_memory("cuda")
 
-        def peak_of(self, shapes: list[tuple[int, tuple[int]]]) -> Peak:
+        def peak_of(self, shapes: list[tuple[int, tuple[int]]]) -> tuple[Peak, int, float]:
             most = max(int(cost.batch_bytes(n, size)) for n, [size] in shapes)
             if most > 1.001 * fits * room:
                 raise ProbeOutOfMemoryError
-            return Peak(bytes=int(wasted * most))
+            return Peak(bytes=int(wasted * most)), 0, 0.0
 
     reserve = reserve_of(cost, Card(), subject, room)  # type: ignore[arg-type]
     n = int(cost.capacity(64, room - reserve))

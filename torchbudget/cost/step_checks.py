@@ -145,7 +145,8 @@ class StepChecks:
         if any(stepped):
             return
         if self.forward_only:
-            if self._is_training:
+            # A module without parameters has no mode that matters.
+            if any(own and one.training for one, own in owners if one is not None):
                 warn(
                     "the step is forward only, it made no gradients, but its module is in training "
                     "mode: to train, let it call backward(), optimizer.step() and "
@@ -165,12 +166,6 @@ class StepChecks:
             "optimizer.step() and optimizer.zero_grad(), as in training",
             MeasureWarning,
         )
-
-    @property
-    def _is_training(self) -> bool:
-        """Whether a module that has parameters is in training mode."""
-        modules = self._state.modules
-        return any(one.training and any(True for _ in one.parameters()) for one in modules)
 
     def idle_optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers without a trained parameter that any optimizer stepped.
