@@ -39,6 +39,7 @@ _NESTED: Final = 4
 _FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 # A larger array is data, not a running sum.
 _ARRAY_BYTES: Final = 2**20
+_WRITTEN_BYTES: Final = 2**26  # at once
 
 _HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -316,12 +317,12 @@ class TrainingState:
         # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
         self._aliases = [(one, one.detach()) for one in tensors]
         self._of_helpers = _copies_of(self._helpers)
-        gradients = [(p, p.grad) for p in self.parameters()]
+        gradients = [(one, one.grad) for one, _ in flags]
         always = self._saved()
         users = [(one, copy.copy(one)) for one in self._containers]
         books = [(one, copy.copy(one)) for one in self._books]
-        arrays = [(one, one.copy()) for one in self._arrays if not contents]
-        slots = [(one, _slots_of(one)) for one in self._slotted if not contents]
+        arrays = [(one, one.copy()) for one in self._arrays]
+        slots = [(one, _slots_of(one)) for one in self._slotted]
         names = [(one, one.value) for function in self._functions for one in _names_of(function)]
         written = [alias for _, alias in self._aliases if contents]
         with copied(written) as put_back, _measuring(), ExitStack() as stack:
@@ -337,27 +338,29 @@ class TrainingState:
             finally:
                 for container, items in always:
                     _refill(container, items)
-                for container, items in [*users, *books] if contents else books:
+                for container, items in books:
                     if _tensors_in(container) != _tensors_in(items):
                         _refill(container, items)
-                for container, items in [] if contents else users:
-                    _refill(container, items)
+                for container, items in users:
+                    if not contents or _objects_in(container) != _objects_in(items):
+                        _refill(container, items)
                 for name, value in names:
-                    if name.value is not value and (not contents or _tensors_in([name.value])):
+                    if name.value is not value and not (contents and _counts(name.value, value)):
                         name.value = value
                 for array, values in arrays:
                     array[...] = values
                 for one, attributes in slots:
                     for key, value in attributes.items():
-                        if getattr(one, key, None) is not value:
+                        now = getattr(one, key, None)
+                        if now is not value and not (contents and _counts(now, value)):
                             object.__setattr__(one, key, value)
                 for tensor, alias in self._aliases:
                     if _place_of(tensor) != _place_of(alias):
                         tensor.data = alias
                 for tensor, needs_gradient in flags:
                     tensor.requires_grad_(needs_gradient)
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
+                for leaf, gradient in gradients:
+                    leaf.grad = gradient
                 put_back()
                 self._aliases = []
 
@@ -434,6 +437,15 @@ def _tensors_in(container: Any) -> list[int]:
     return [id(one) for one in _values_of(container) if isinstance(one, torch.Tensor)]
 
 
+def _counts(*values: object) -> bool:
+    """Whether values are numbers or text, with which a step counts."""
+    return all(isinstance(one, (int, float, complex, str, bytes, types.NoneType)) for one in values)
+
+
+def _objects_in(container: Any) -> list[int]:
+    return [id(one) for one in _values_of(container) if not _counts(one)]
+
+
 def _refill(container: Any, items: Any) -> None:
     """Restore the items of a container in place, since others may refer to it."""
     container.clear()
@@ -501,7 +513,9 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     with tempfile.TemporaryFile() as file:
         for tensor in tensors:
             values = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            values.view(torch.uint8).numpy().tofile(file)
+            for part in values.view(torch.uint8).split(_WRITTEN_BYTES):
+                # NumPy makes a storage whose size cannot be changed any more: not the user's.
+                part.clone().numpy().tofile(file)
 
         @torch.no_grad()
         def put_back() -> None:
