@@ -6,17 +6,19 @@ import copy
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from torchbudget.distributed import Ranks
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 
 _DataModule: Any = object  # the data module comes after the mixin
 _KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
+# A state of each loader (none: Lightning's epoch begins), and whether they begin epochs.
+_Places: TypeAlias = tuple[list[dict[str, Any]], bool]
 
 
 class BudgetDataMixin(_DataModule):  # type: ignore[misc]
@@ -27,9 +29,11 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     and cut longer epochs short. Lightning's checkpoints then have each rank's position in all
     loaders, within an epoch too.
 
-    If `max_steps` or a callback ends an epoch early, the resumed run continues it; if
-    `limit_train_batches` does, it does not. Each of Lightning's epochs starts all loaders from
-    their beginning; shorter ones start over as in Lightning's `CombinedLoader`.
+    If `max_steps` or a callback ends an epoch early, the resumed run continues it, and so does a
+    second `fit` of the same trainer and data module; if `limit_train_batches` ends it, they do not.
+    Each of Lightning's epochs starts all loaders from their beginning; shorter ones start over as
+    in Lightning's `CombinedLoader`. Where Lightning has the loaders made anew, they go on where
+    those before them stood.
 
     >>> class Data(BudgetDataMixin):  # and LightningDataModule
     ...     def budget_loader(self):
@@ -39,6 +43,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     _loaders: list[_Loader] | None = None
     _loaded: list[list[dict[str, Any]]] | None = None
     _began = 0  # Lightning's count of batches when the loaders were made
+    _loop: Any = None  # Lightning's loop that they were made for
+    _places: _Places = [], True  # where they began
 
     def budget_loader(self) -> Any:
         """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
@@ -48,19 +54,20 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 
     def train_dataloader(self) -> Any:
-        """Make the loaders, at the positions of the checkpoint.
+        """Make the loaders, at the positions of the checkpoint or of the loaders before.
 
         Raises:
             OptionError: `training_step` takes a `dataloader_iter`, or the batches are dealt to
                 other ranks than the strategy's data-parallel ones.
-            StateError: the checkpoint is from within an epoch, and has no position; or it has
-                positions of another number of loaders.
+            StateError: the checkpoint is from within an epoch, and has no position; or within an
+                epoch there are positions of another number of loaders, or of other data.
         """
         if "dataloader_iter" in signature(self.trainer.lightning_module.training_step).parameters:
             raise OptionError(
                 "a training_step with dataloader_iter prefetches batches, so the position of the "
                 "loop is unknown: take batch instead"
             )
+        places = self._carried()
         made = copy.copy(self.budget_loader())
         is_combined = hasattr(made, "flattened")  # a CombinedLoader
         leaves, structure = tree_flatten(made)
@@ -68,48 +75,67 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         of_one = {"num_replicas": 1, "rank": 0}
         ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
         self._loaders = loaders = [_Loader(leaf, **ranks) for leaf in leaves]
-        self._go_on(loaders)
+        self._go_on(loaders, *places)
         if not is_combined:
             return tree_unflatten(loaders, structure)
         made.flattened = loaders
         return made
 
-    def _go_on(self, loaders: list[_Loader]) -> None:
-        """Begin Lightning's epoch, or go to the positions of the checkpoint."""
+    def _carried(self) -> _Places:
+        """The places of the checkpoint, or of the loaders before, if this trainer reads them."""
+        loop, saved = self.trainer.fit_loop, self._loaded
+        progress, self._loaded = loop.epoch_loop.batch_progress, None
+        if saved is not None:
+            return of_this_rank(saved), False
+        is_same = self._loaders is not None and self._loop is loop
+        if is_same and progress.total.ready == self._began:  # none of their batches counts
+            return self._places
+        if loop.restarting and progress.current.processed:
+            raise StateError(
+                f"the checkpoint has no position of a {type(self).__name__}, to continue within an "
+                "epoch: resume from one that was saved with this data module, or load the weights "
+                "alone"
+            )
+        # It is less after a search of a learning rate.
+        return self._states() if is_same and progress.total.ready > self._began else ([], True)
+
+    def _go_on(self, loaders: list[_Loader], states: list[dict[str, Any]], begins: bool) -> None:
+        """Go to the places; loaders over other data begin Lightning's epoch, if epochs begin."""
         loop = self.trainer.fit_loop
-        progress, saved = loop.epoch_loop.batch_progress, self._loaded
-        self._began, self._loaded = progress.total.ready, None
-        if saved is None:
-            if loop.restarting and progress.current.processed:
-                raise StateError(
-                    f"the checkpoint has no position of a {type(self).__name__}, to continue "
-                    "within an epoch: resume from one that was saved with this data module, or "
-                    "load the weights alone"
-                )
-            for loader in loaders:
-                loader.choose(loop.epoch_progress.current.processed)
-            return
-        states = of_this_rank(saved)
+        epoch = loop.epoch_progress.current.processed
+        self._loop, self._places = loop, (states, begins)
+        self._began = loop.epoch_loop.batch_progress.total.ready
+        if len(states) != len(loaders) and begins:
+            states = [{"begins": epoch, "has_ended": False}] * len(loaders)
         if len(states) != len(loaders):
             raise StateError(
-                f"the checkpoint has the positions of {len(states)} loaders, and budget_loader "
-                f"returned {len(loaders)}: return those that it was saved with"
+                f"there are the positions of {len(states)} loaders, of the checkpoint or of those "
+                f"before, and budget_loader returned {len(loaders)}: return as many"
             )
         for loader, state in zip(loaders, states, strict=True):
-            loader.load(state)
+            try:
+                loader.load(state)
+            except StateMismatchError:
+                if not begins:
+                    raise
+                loader.choose(epoch)
+
+    def _states(self) -> _Places:
+        """The states of the loaders after the last batch that was trained on."""
+        loop = self.trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        in_step = progress.current.ready - progress.current.processed
+        is_over = progress.is_last_batch and not in_step and progress.total.ready > self._began
+        ahead = loop.max_batches == inf  # else Lightning needs no batch to find the end
+        loaders = self._loaders or ()
+        return [one.save(in_step, is_over=is_over, ahead=ahead) for one in loaders], is_over
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data module and the positions of each rank; a collective."""
         others: dict[str, Any] = super().state_dict()
         if self._loaders is None:
             return others if self._loaded is None else {**others, _KEY: self._loaded}
-        loop = self.trainer.fit_loop
-        progress = loop.epoch_loop.batch_progress
-        in_step = progress.current.ready - progress.current.processed
-        is_over = progress.is_last_batch and not in_step and progress.total.ready > self._began
-        ahead = loop.max_batches == inf  # else Lightning needs no batch to find the end
-        states = [loader.save(in_step, is_over=is_over, ahead=ahead) for loader in self._loaders]
-        return {**others, _KEY: Ranks().gather_objects(states)}
+        return {**others, _KEY: Ranks().gather_objects(self._states()[0])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the data module; the loaders are made later."""
