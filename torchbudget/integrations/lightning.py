@@ -97,7 +97,13 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
                 "alone"
             )
         # It is less after a search of a learning rate.
-        return self._states() if is_same and progress.total.ready > self._began else ([], True)
+        places = self._states() if is_same and progress.total.ready > self._began else ([], True)
+        if any(state["has_ended"] for state in places[0]):  # Lightning begins each loop twice here
+            raise StateError(
+                "a second fit cannot continue an epoch in which a shorter loader has ended: save a "
+                "checkpoint, and pass it as ckpt_path"
+            )
+        return places
 
     def _go_on(self, loaders: list[_Loader], states: list[dict[str, Any]], begins: bool) -> None:
         """Go to the places; loaders over other data begin Lightning's epoch, if epochs begin."""
@@ -113,12 +119,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
                 f"before, and budget_loader returned {len(loaders)}: return as many"
             )
         for loader, state in zip(loaders, states, strict=True):
-            try:
-                loader.load(state)
-            except StateMismatchError:
-                if not begins:
-                    raise
-                loader.choose(epoch)
+            loader.load(state, epoch if begins else None)
 
     def _states(self) -> _Places:
         """The states of the loaders after the last batch that was trained on."""
@@ -194,12 +195,22 @@ class _Loader(HostedLoader):
             "has_ended": self.has_ended and not before_end,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `save` returned."""
-        if "begins" in state:
-            self.choose(state["begins"])
-        else:
-            self.go_to(state["position"])
+    def load(self, state: Mapping[str, Any], otherwise: int | None) -> None:
+        """Go on from a state that `save` returned.
+
+        Args:
+            state: the state.
+            otherwise: the epoch to begin if it is a state of other data; `None`: an error.
+        """
+        try:
+            if "begins" in state:
+                self.choose(state["begins"])
+            else:
+                self.go_to(state["position"])
+        except StateMismatchError:
+            if otherwise is None:
+                raise
+            self.choose(otherwise)
         self.has_ended = self._ends_again = state["has_ended"]
 
     def state_dict(self) -> dict[str, Any]:
