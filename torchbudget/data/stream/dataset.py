@@ -551,9 +551,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 of its process group. Workers of untracked loops cannot notice this.
         """
         kind = type(loader).__name__
-        if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
+        is_mine = isinstance(loader, DataLoader) and loader.dataset is self
+        if not is_mine or loader.batch_size is not None:
             raise OptionError(
-                f"tracked needs a DataLoader of this stream, with batch_size=None, got a {kind}"
+                f"tracked needs a DataLoader of this stream, with batch_size=None, got a {kind}; "
+                "of a wrapper, such as Fabric's, pass the DataLoader that it was made of"
             )
         if hasattr(loader, "state_dict"):
             raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
