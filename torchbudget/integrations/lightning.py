@@ -67,51 +67,46 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
                 "a training_step with dataloader_iter prefetches batches, so the position of the "
                 "loop is unknown: take batch instead"
             )
-        places = self._carried()
         made = copy.copy(self.budget_loader())
         is_combined = hasattr(made, "flattened")  # a CombinedLoader
         leaves, structure = tree_flatten(made)
         leaves = made.flattened if is_combined else leaves
         of_one = {"num_replicas": 1, "rank": 0}
         ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
-        self._loaders = loaders = [_Loader(leaf, **ranks) for leaf in leaves]
-        self._go_on(loaders, *places)
+        loaders = [_Loader(leaf, **ranks) for leaf in leaves]
+        self._go_on(loaders)
         if not is_combined:
             return tree_unflatten(loaders, structure)
         made.flattened = loaders
         return made
 
-    def _carried(self) -> _Places:
-        """The places of the checkpoint, or of the loaders before, if this trainer reads them."""
-        loop, saved = self.trainer.fit_loop, self._loaded
-        progress, self._loaded = loop.epoch_loop.batch_progress, None
-        if saved is not None:
-            return of_this_rank(saved), False
+    def _go_on(self, loaders: list[_Loader]) -> None:
+        """Go to the places of the checkpoint, or where the loaders before stand; or begin an epoch.
+
+        Where an epoch begins, loaders over other data than before begin the one that Lightning has.
+        """
+        loop = self.trainer.fit_loop
+        progress, epoch = loop.epoch_loop.batch_progress, loop.epoch_progress.current.processed
         is_same = self._loaders is not None and self._loop is loop
-        if is_same and progress.total.ready == self._began:  # none of their batches counts
-            return self._places
-        if loop.restarting and progress.current.processed:
+        # Batches of the loaders before; less than 0 after a search of a learning rate.
+        trained = progress.total.ready - self._began if is_same else -1
+        states, begins = self._places if trained == 0 else ([], True)
+        if self._loaded is not None:
+            states, begins = of_this_rank(self._loaded), False
+        elif trained and loop.restarting and progress.current.processed:
             raise StateError(
                 f"the checkpoint has no position of a {type(self).__name__}, to continue within an "
                 "epoch: resume from one that was saved with this data module, or load the weights "
                 "alone"
             )
-        # It is less after a search of a learning rate.
-        places = self._states() if is_same and progress.total.ready > self._began else ([], True)
-        if any(state["has_ended"] for state in places[0]):  # Lightning begins each loop twice here
-            raise StateError(
-                "a second fit cannot continue an epoch in which a shorter loader has ended: save a "
-                "checkpoint, and pass it as ckpt_path"
-            )
-        return places
-
-    def _go_on(self, loaders: list[_Loader], states: list[dict[str, Any]], begins: bool) -> None:
-        """Go to the places; loaders over other data begin Lightning's epoch, if epochs begin."""
-        loop = self.trainer.fit_loop
-        epoch = loop.epoch_progress.current.processed
-        self._loop, self._places = loop, (states, begins)
-        self._began = loop.epoch_loop.batch_progress.total.ready
-        if len(states) != len(loaders) and begins:
+        elif trained > 0:
+            states, begins = self._states()
+            if any(state["has_ended"] for state in states):  # Lightning begins each loop twice
+                raise StateError(
+                    "a second fit cannot continue an epoch in which a shorter loader has ended: "
+                    "save a checkpoint, and pass it as ckpt_path"
+                )
+        if begins and len(states) != len(loaders):
             states = [{"begins": epoch, "has_ended": False}] * len(loaders)
         if len(states) != len(loaders):
             raise StateError(
@@ -120,6 +115,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
             )
         for loader, state in zip(loaders, states, strict=True):
             loader.load(state, epoch if begins else None)
+        self._loop, self._began, self._places = loop, progress.total.ready, (states, begins)
+        self._loaders, self._loaded = loaders, None
 
     def _states(self) -> _Places:
         """The states of the loaders after the last batch that was trained on."""

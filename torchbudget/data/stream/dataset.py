@@ -109,7 +109,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             first.
         seed: seed of all randomness, which is a function of (seed, epoch, shard, position in the
             shard).
-        drop_last: drop the last micro-batch that could still have taken a sample, in each part.
+        drop_last: drop the last micro-batch that could still have taken a sample, in each part. If
+            no batch of an epoch is left, it is an error, and in one of several workers a warning.
         batches_per_epoch: number of batches of an epoch on each rank; a source that ends earlier
             starts over.
         uneven: ranks may have unequal numbers of batches.
@@ -148,6 +149,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         CostError: the cost is not vectorised, or its capacity contradicts its bytes; at the first
             window.
         OversizeError: a sample alone exceeds the budget, with `oversize="raise"`.
+        OptionError: `drop_last` leaves nothing of the epoch.
         UnevenRanksError: the remaining samples cannot be shared so that all ranks have equally many
             batches.
 
