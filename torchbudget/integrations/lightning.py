@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from math import inf
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
@@ -17,8 +17,6 @@ from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 
 _DataModule: Any = object  # the data module comes after the mixin
 _KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
-# A state of each loader (none: Lightning's epoch begins), and whether they begin epochs.
-_Places: TypeAlias = tuple[list[dict[str, Any]], bool]
 
 
 class BudgetDataMixin(_DataModule):  # type: ignore[misc]
@@ -41,10 +39,10 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     """
 
     _loaders: list[_Loader] | None = None
+    # Of each rank: where loaders begin, or have begun; `None`: at an epoch's beginning.
     _loaded: list[list[dict[str, Any]]] | None = None
     _began = 0  # Lightning's count of batches when the loaders were made
     _loop: Any = None  # Lightning's loop that they were made for
-    _places: _Places = [], True  # where they began
 
     def budget_loader(self) -> Any:
         """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
@@ -87,25 +85,24 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         """
         loop = self.trainer.fit_loop
         progress, epoch = loop.epoch_loop.batch_progress, loop.epoch_progress.current.processed
-        is_same = self._loaders is not None and self._loop is loop
         # Batches of the loaders before; less than 0 after a search of a learning rate.
-        trained = progress.total.ready - self._began if is_same else -1
-        states, begins = self._places if trained == 0 else ([], True)
-        if self._loaded is not None:
-            states, begins = of_this_rank(self._loaded), False
-        elif trained and loop.restarting and progress.current.processed:
+        trained = progress.total.ready - self._began if self._loop is loop else -1
+        saved = None if self._loaders is not None and trained else self._loaded
+        states, begins = ([], True) if saved is None else (of_this_rank(saved), False)
+        if saved is None and loop.restarting and progress.current.processed:
             raise StateError(
                 f"the checkpoint has no position of a {type(self).__name__}, to continue within an "
                 "epoch: resume from one that was saved with this data module, or load the weights "
                 "alone"
             )
-        elif trained > 0:
+        if saved is None and self._loaders is not None and trained > 0:
             states, begins = self._states()
             if any(state["has_ended"] for state in states):  # Lightning begins each loop twice
                 raise StateError(
                     "a second fit cannot continue an epoch in which a shorter loader has ended: "
                     "save a checkpoint, and pass it as ckpt_path"
                 )
+        self._loaded = [states] if states else None
         if begins and len(states) != len(loaders):
             states = [{"begins": epoch, "has_ended": False}] * len(loaders)
         if len(states) != len(loaders):
@@ -115,11 +112,10 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
             )
         for loader, state in zip(loaders, states, strict=True):
             loader.load(state, epoch if begins else None)
-        self._loop, self._began, self._places = loop, progress.total.ready, (states, begins)
-        self._loaders, self._loaded = loaders, None
+        self._loop, self._began, self._loaders = loop, progress.total.ready, loaders
 
-    def _states(self) -> _Places:
-        """The states of the loaders after the last batch that was trained on."""
+    def _states(self) -> tuple[list[dict[str, Any]], bool]:
+        """The states after the last batch that was trained on, and whether the epoch is over."""
         loop = self.trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
         in_step = progress.current.ready - progress.current.processed

@@ -233,7 +233,9 @@ def test_an_epoch_of_which_drop_last_leaves_nothing(workers: int) -> None:
         warnings.simplefilter("ignore", OtherNumbersWarning)  # of forked workers
         with pytest.raises(OptionError, match="drop_last=True drops all samples of the epoch"):
             list(found.dataset.tracked(found))  # type: ignore[attr-defined]
-    error: Any = (OptionError, "of the epoch") if workers < 2 else (OtherNumbersWarning, "of worker")
+    error: Any = (
+        (OptionError, "of the epoch") if workers < 2 else (OtherNumbersWarning, "of worker")
+    )
     with pytest.raises(error[0], match=f"drop_last=True drops all samples {error[1]}"):
         list(loader())
     shards.append(list(Numbered([2] * 20)))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torchbudget.data.stream.cursor import Standing, StreamCursor, WorkerSlot
 from torchbudget.data.stream.windows import Found, Windows
 from torchbudget.errors import OptionError, OtherNumbersWarning, SampleError
+from torchbudget.plan.plan import ALL_DROPPED
 from torchbudget.warn import warn
 
 if TYPE_CHECKING:
     from torchbudget.data.stream.dataset import BudgetedIterableDataset
-
-ALL_DROPPED: Final = (
-    "drop_last=True drops all samples of {}: they fill no micro-batch on each rank, or no group "
-    "does; pass drop_last=False"
-)
 
 
 class EpochReader(Iterator[Any]):
@@ -89,8 +85,8 @@ class EpochReader(Iterator[Any]):
         if has_given or not self.windows.samples or not stream._drop_last:
             return
         if slot.workers == slot.part(stream._source.split)[1] == 1:
-            raise OptionError(ALL_DROPPED.format("the epoch"))
-        of = f"worker {slot.worker} of {slot.workers} on rank {slot.rank}"
+            raise OptionError(ALL_DROPPED.format("samples of the epoch"))
+        of = f"samples of worker {slot.worker} of {slot.workers} on rank {slot.rank}"
         warn(ALL_DROPPED.format(of), OtherNumbersWarning)
 
     def find_end(self) -> bool:

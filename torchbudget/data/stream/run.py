@@ -15,9 +15,10 @@ from torchbudget.data.run import Run
 from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.size_check import SizeCheck
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
-from torchbudget.data.stream.epoch_reader import ALL_DROPPED, EpochReader, collated
+from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import gathered, is_distributed
 from torchbudget.errors import OptionError, StateError
+from torchbudget.plan.plan import ALL_DROPPED
 from torchbudget.plan.report import ReadBatches
 
 _UNKNOWN: Final = np.array(np.nan)
@@ -150,7 +151,7 @@ class StreamRun(Run[StreamState]):
         place, stream = self.last, self._stream
         is_empty = place is self._start and place.is_beginning
         if is_empty and stream._drop_last and stream._window_ranks == stream.num_replicas:
-            raise OptionError(ALL_DROPPED.format("the epoch"))
+            raise OptionError(ALL_DROPPED.format("samples of the epoch"))
         if place.epoch == self._start.epoch:
             place = place.following(self._stream._batches_per_epoch, ended=True)
         self._sending.ended = place
