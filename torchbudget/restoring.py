@@ -11,8 +11,8 @@ import random
 import shutil
 import tempfile
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
@@ -52,11 +52,8 @@ _DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
 class AccumulatesGradients(Protocol):
     """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
 
-    def single_steps(self) -> AbstractContextManager[None]:
-        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
-
-    def no_steps(self) -> AbstractContextManager[None]:
-        """Let no micro-batch inside end a step, and forget all of them at the end."""
+    def measured(self, *, steps: bool) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, or let none end a step; forget all."""
 
     def has_several(self) -> bool:
         """Return whether steps have several micro-batches."""
@@ -247,16 +244,6 @@ class TrainingState:
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
-    def modes(self) -> Callable[[], None]:
-        """Return a function that puts all modules back into the mode that they are in."""
-        modes = [(part, part.training) for part in self.parts()]
-
-        def put_back() -> None:
-            for part, training in modes:
-                part.training = training
-
-        return put_back
-
     def rewind(self) -> None:
         """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
         for container, items in self._of_helpers:
@@ -281,17 +268,15 @@ class TrainingState:
 
     def bytes_by_kind(self) -> dict[str, float]:
         """Bytes of all tensors but dense gradients; infinite for a graph that gradients keep."""
-        found = {"tensors in attributes, lists or closures": 0.0, "sparse gradients": 0.0}
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        for gradient in gradients:
-            if gradient.layout in SPARSE:
-                found["sparse gradients"] += part_bytes(gradient)
-            if gradient.grad_fn is not None:
+        found: dict[str, float] = defaultdict(float)
+        gradients = {id(p.grad) for p in self.parameters()}
+        for one in {id(one): one for one in [*self.tensors(), *self._loose]}.values():
+            if id(one) not in gradients:
+                found["tensors in attributes, lists or closures"] += part_bytes(one)
+            elif one.grad_fn is not None:
                 found["gradients that keep their graph, by create_graph=True"] = math.inf
-        others = {id(one): one for one in [*self.tensors(), *self._loose]}
-        for gradient in gradients:
-            others.pop(id(gradient), None)
-        found["tensors in attributes, lists or closures"] += sum(map(part_bytes, others.values()))
+            elif one.layout in SPARSE:
+                found["sparse gradients"] += part_bytes(one)
         return found
 
     def _saved(self) -> list[tuple[Any, Any]]:
@@ -346,7 +331,7 @@ class TrainingState:
             for generator in self._generators:
                 stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
-                stack.enter_context(accumulator.single_steps())
+                stack.enter_context(accumulator.measured(steps=True))
             try:
                 yield
             finally:
@@ -375,6 +360,20 @@ class TrainingState:
                     parameter.grad = gradient
                 put_back()
                 self._aliases = []
+
+
+def modes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that puts the parts of modules back into the modes that they are in."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+
+    def put_back() -> None:
+        for part, training in modes.items():
+            if part.training != training:
+                part.train(training)
+        for part, training in modes.items():
+            part.training = training  # of a part of several modules, which the last one has changed
+
+    return put_back
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def measured(step: Callable[[torch.Tensor], None], method: Any) -> MeasuredCost:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_layers_that_are_dropped(name: str) -> None:
     """No trace is exact."""
-    with pytest.raises(CostError, match="draws of a generator outside torch"):
+    with pytest.raises(CostError, match="draws from a generator outside torch"):
         trace_peak_bytes(step_of(GENERATORS[name]), torch.ones(5, 33, 32))
 
 

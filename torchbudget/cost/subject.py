@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -17,7 +18,7 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
 from torchbudget.machine.out_of_memory import is_out_of_memory
-from torchbudget.restoring import TrainingState
+from torchbudget.restoring import TrainingState, modes_of
 from torchbudget.warn import warn
 
 Size: TypeAlias = tuple[int, ...]
@@ -262,7 +263,7 @@ class Subject:
         trained = [one for one in idle if one in self.checks.trained]
         if not trained:
             return
-        put_back = self.state.modes()
+        put_back = modes_of(self.state.modules)
         for one in trained:
             one.train()
         try:
@@ -281,21 +282,35 @@ class Subject:
         elif larger < found:
             put_back()
 
-    def check_left(self, left: Callable[[Shape], dict[str, float]]) -> None:
+    def check_left(self, run: Callable[[Callable[[Any], object], Shape], object]) -> None:
         """Check that micro-batches leave nothing that grows with their samples until the step.
 
         Args:
-            left: bytes of tensors that a micro-batch of a shape has left, by kind.
+            run: runs or traces a function of a batch on one of a shape.
 
         Raises:
             CostError: they do: no plan knows how many samples earlier micro-batches have.
         """
         if not self.state.has_several:
             return
+
+        def left(shape: Shape) -> dict[str, float]:
+            found: list[dict[str, float]] = []
+
+            def micro_batch(batch: Any) -> None:
+                with ExitStack() as stack:
+                    for accumulator in self.state.accumulators:
+                        stack.enter_context(accumulator.measured(steps=False))
+                    self.step(batch)
+                    found.append(TrainingState(self.step).bytes_by_kind())
+
+            run(micro_batch, shape)
+            return found[0]
+
         n, *size = self.domain.occurring((1, *self.domain.between(0.0)))
         few, many = left((n, *size)), left((2 * n, *size))
         # A graph has infinitely many bytes, whose difference is no number.
-        grown = [kind for kind in many if not many[kind] - few.get(kind, 0.0) <= n * _LEFT_BYTES]
+        grown = [kind for kind in many if not many[kind] - few[kind] <= n * _LEFT_BYTES]
         if grown:
             raise CostError(
                 f"each micro-batch leaves {' and '.join(grown)} until the optimizer's step, and "

@@ -65,8 +65,6 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 # Fake tensors of up to so many elements, as a shape has, remember values that were computed from
 # Python numbers alone, as in torch.tensor(x.shape).min(). Larger ones may be masks that are drawn.
 _REMEMBERED: Final = 8
-
-
 # Other draws for each shape, beyond those of a step's layers or so.
 _MOST_DRAWS: Final = 997
 _INTEGERS: Final = (
@@ -74,11 +72,9 @@ _INTEGERS: Final = (
     "loop count, and a trace has no values; take it from a shape, or use "
     "measure_cost(method='run')"
 )
-
-
-_DRAWS: Final = (
-    "the step's memory depends on draws of a generator outside torch, as of random or "
-    "numpy.random: let it make the choice that needs the most memory while "
+DRAWS: Final = (
+    "the step draws from a generator outside torch, as of random or numpy.random, and its memory "
+    "may depend on the draws: let it make the choice that needs the most memory while "
     "torchbudget.is_measuring()"
 )
 
@@ -181,43 +177,21 @@ class Tracer:
             until = begun + most_seconds
             counter = _Counter(self._state.device, self._target, env, integer, until)
             draws = 0 if integer == 1 else 1 + math.prod(shape) % _MOST_DRAWS
-            with self._stepping(batch_of, counter, steps=2, draws=draws) as starts:
-                pass
-            traces.append(counter.trace(symbols, shape, (starts[0], starts[1])))
+            starts = self._two_steps(batch_of, counter, draws)
+            traces.append(counter.trace(symbols, shape, starts))
             if not counter.integers and not counter.drew:
                 break
         first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
         if not np.array_equal(first, last):
-            raise ValueDependentError(_DRAWS if counter.drew else _INTEGERS)
+            raise ValueDependentError(DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def left(self, shape: Shape) -> dict[str, float]:
-        """Bytes of fake tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
-        counter = _Counter(self._state.device, self._target, None, 1, math.inf)
-        with self._stepping(lambda _: self._make(shape), counter, steps=0):
-            return TrainingState(self._step).bytes_by_kind()
-
-    @contextmanager
-    def _stepping(
-        self,
-        batch_of: Callable[[_Counter], Any],
-        counter: _Counter,
-        *,
-        steps: int,
-        draws: int = 0,
-    ) -> Iterator[list[int]]:
-        """Run some steps, and what follows with their fakes; yield the events after each step.
-
-        Args:
-            batch_of: makes the batch of each step.
-            counter: counts their storages.
-            steps: number of them; 0: one micro-batch that does not end its step.
-            draws: numbers that are drawn before from generators outside torch.
-        """
-        with self._undisturbed(), ExitStack() as stack:
+    def _two_steps(
+        self, batch_of: Callable[[_Counter], Any], counter: _Counter, draws: int
+    ) -> tuple[int, int]:
+        """Run two steps, after so many draws outside torch; the number of events after each."""
+        with self._undisturbed():
             self._state.draw(draws)
-            for accumulator in self._state.accumulators if not steps else ():
-                stack.enter_context(accumulator.no_steps())
             before = self._state.draws()
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
@@ -227,7 +201,7 @@ class Tracer:
                 where = self._checks.name_of(tensor)
                 raise CostError(f"{where} cannot be traced: {error}") from error
             starts = []
-            for _ in range(max(steps, 1)):
+            for _ in range(2):
                 counter.flops = 0
                 self._state.rewind()
                 batch = batch_of(counter)
@@ -235,22 +209,20 @@ class Tracer:
                 found = reachable(batch) if counter.env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
                 try:
-                    self._run(batch, tensors, counter, complete=self._complete and steps > 0)
+                    self._run(batch, tensors, counter)
                 finally:
                     counter.leave(tensors)
                 del batch, found, tensors
                 starts.append(len(counter.events))
             counter.drew = self._state.draws() != before
-            yield starts
             del buckets
+        return starts[0], starts[1]
 
-    def _run(
-        self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter, *, complete: bool
-    ) -> None:
+    def _run(self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter) -> None:
         try:
             counter.arrive(tensors)  # NumPy arrays become tensors when they are used
             with ExitStack() as stack:
-                if complete:
+                if self._complete:
                     stack.enter_context(self._checks.checked())
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
@@ -510,9 +482,7 @@ class _Counter(TorchDispatchMode):
             beside = temporary(*args) if temporary is not None else None  # freed on return
             outputs = replaced(*args, **kwargs)
             if isinstance(outputs, FakeTensor) and outputs.layout is torch.sparse_coo:
-                if self.env is not None:
-                    raise UntraceableError("torch's sparse tensors have no symbolic shapes")
-                outputs = outputs if outputs._nnz() else _sparse(outputs, args)
+                raise ValueDependentError("values decide how many values a sparse tensor has")
         leaves = [one for one in tree_leaves((outputs, beside)) if isinstance(one, FakeTensor)]
         for one in leaves:
             self.count(one)
@@ -606,19 +576,6 @@ def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
             _workspaces[known] = layer(*tree_map_only(torch.Tensor, _zeros, arguments))[3].nbytes
     outputs[3] = outputs[3].new_empty(_workspaces[known])
     return outputs
-
-
-def _sparse(output: torch.Tensor, arguments: Sequence[Any]) -> torch.Tensor:
-    """A sparse output with as many values as the one sparse input has: torch's fake has none.
-
-    It has no more, as a clone, a transpose, and the sum of the values of each index show.
-    """
-    inputs = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
-    given = [one for one in inputs if one.layout is torch.sparse_coo]
-    if len(given) != 1:
-        raise ValueDependentError("values decide how many values a sparse tensor has")
-    indices, values = map(torch.empty_like, plain_parts(given[0]))
-    return torch.sparse_coo_tensor(indices, values, output.shape, check_invariants=False)
 
 
 def _zeros(fake: torch.Tensor) -> torch.Tensor:
