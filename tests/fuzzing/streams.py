@@ -9,6 +9,7 @@ on any number of workers and ranks.
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,7 @@ from tests.support.streams import KINDS, OneProcess, size_of, source_of, workers
 from torchbudget import BudgetedIterableDataset, best_shapes, transforms
 from torchbudget.checks import shape_of
 from torchbudget.data.stream.cursor import WorkerSlot
+from torchbudget.errors import OtherNumbersWarning
 
 EPOCHS = 2
 
@@ -172,7 +174,11 @@ class StreamCase:
         even &= "max_shapes" not in self.options and samples >= ranks and self.oversize == "raise"
         even &= not self.names and workers == 1
         is_empty = "batches_per_epoch" in self.options or not self.expected()
-        return {" ranks": ranks > 1 and not even, "the source has no samples": is_empty}
+        return {
+            " ranks": ranks > 1 and not even,
+            "the source has no samples": is_empty,
+            "drop_last=True drops all": self.options["drop_last"],
+        }
 
     def expected(self) -> Counter[int]:
         """How often each sample is to come."""
@@ -212,6 +218,8 @@ class StreamCase:
 def check(chance: random.Random, folder: Path) -> Counter[str]:
     """Whole epochs; a process that fails and goes on; the rest in other processes."""
     case, told = StreamCase(chance), Counter[str]()
+    if case.options["drop_last"]:  # a worker of few samples may drop all of them
+        warnings.simplefilter("ignore", OtherNumbersWarning)
     for epoch in range(EPOCHS):
         ranks = case.batches(case.ranks, case.workers, len(case.sizes), epoch=epoch)
         case.check_epoch(ranks)
@@ -261,6 +269,10 @@ def elsewhere(case: StreamCase) -> Counter[str]:
     chance, taken = case.chance, list[list[Any]]()
     stream = case.process(0, 0, 1, ranks=1)
     states = [(0, stream.state_dict())]
+    try:
+        accepted(lambda: list(case.process(0, 0, 1, ranks=1)), case.reasons(1, 1, len(case.sizes)))
+    except Refused as refused:
+        return Counter({f"refused alone: {refused}": 1})
     for batch in stream:
         taken.append(batch)
         state = stream.state_dict()

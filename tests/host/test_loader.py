@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
+from tests.support.masked_models import TakesMask, TakesNone, step_of
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from torchbudget import loader, predict
@@ -449,6 +450,57 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "\nhost   num_workers=1, prefetch_factor=8" in capfd.readouterr().err
     loader(ROWS, TOKENS, 99)
     assert "sizes  2 samples of 3 to 5\n" in capfd.readouterr().err
+
+
+def ids_and_tags(*masked: str) -> list[dict[str, Tensor]]:
+    names = ("input_ids", "tags", "labels", *masked)
+    return [{name: torch.full((n,), 9) for name in names} for n in (3, 9, 4, 8, 1, 9)]
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("config", "token"), [({"pad_token_id": 7}, 7), ({}, 0)])
+def test_a_mask_for_a_model_that_takes_one(
+    config: Any, token: int, compiled: bool, traced: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is in measured batches too, ids are padded as the model says, and the summary says so."""
+    model = TakesMask(**config)
+    outer: Any = torch.compile(model, backend="eager") if compiled else model
+
+    def call(batch: Any) -> Any:
+        assert "attention_mask" in batch
+        return outer(**batch)
+
+    with torch.compiler.set_stance("force_eager"):
+        (batch,) = loader(ids_and_tags(), step_of(model, call), "1GiB", shuffle=False)
+    assert batch["attention_mask"].sum(1).tolist() == batch.lengths.tolist()
+    padding = batch["attention_mask"] == 0
+    assert {*batch["input_ids"][padding].tolist()} == {token}
+    told = f"\npads   'input_ids' with {token}, 'tags' with 0, 'labels' with -100, 'attention_mask'"
+    printed = capfd.readouterr().err
+    assert told in printed
+    assert "the step must pass 'attention_mask' to the model" in printed
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+@pytest.mark.parametrize("kind", ["in the data", "model of its own", "a cost", "a collate"])
+def test_no_mask_is_made(kind: str, traced: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of data with one, for another model, or by the user's collate; what pads fields is told."""
+    model = TakesNone() if kind == "model of its own" else TakesMask(pad_token_id=7)
+    step = step_of(model, lambda batch: model(batch["input_ids"]))
+    data = ids_and_tags(*["attention_mask"] * (kind == "in the data"))
+    options = (
+        {"collate_fn": tb.PadCollate(padding_value={"tags": -1})} if kind == "a collate" else {}
+    )
+    cost: Any = TOKENS if kind == "a cost" else step
+    (batch,) = loader(data, cost, "1GiB", **options)
+    assert ("attention_mask" in batch) is (kind == "in the data")
+    assert 7 not in batch["input_ids"]
+    tags = -1 if kind == "a collate" else 0
+    told = f"pads   'input_ids' with 0, 'tags' with {tags}, 'labels' with -100"
+    printed = capfd.readouterr().err
+    assert told in printed
+    assert "must pass" not in printed
 
 
 def test_a_batch_of_more_elements_than_planned_raises() -> None:

@@ -369,10 +369,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             SampleError: in the loop, the loader ended before the epoch did.
             StateError: in the loop, another loop over the same persistent workers began.
         """
-        if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
+        is_mine = isinstance(loader, DataLoader) and loader.batch_sampler is self
+        if not is_mine or hasattr(loader, "state_dict"):
             raise OptionError(
                 f"tracked needs a DataLoader with this batch_sampler, got {type(loader).__name__}; "
-                "a StatefulDataLoader saves its position itself"
+                "of a wrapper, such as Fabric's, pass the DataLoader that it was made of; a "
+                "StatefulDataLoader saves its position itself"
             )
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise OptionError(

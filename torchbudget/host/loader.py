@@ -93,7 +93,9 @@ def loader(
             chooses workers and prefetching.
         size: the ragged field, several in a tuple, or a function of a sample, as for `sizes_of`.
             Default: the ragged field, if a single field shows all lengths in which samples differ.
-        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`.
+        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`. If samples have
+            `input_ids`, but no `attention_mask`, and the step's model takes one, it is added, and
+            ids are padded with `model.config.pad_token_id`.
         tokenizer: a tokenizer of transformers. Texts are tokenized, and batches are padded as it
             pads, with an attention mask and labels of -100.
         make_batch: as in `measure_cost`. Default: it collates real samples.
@@ -143,9 +145,11 @@ def loader(
             samples = _tokenized(samples, tokenizer)
             batches = RealBatches.of(
                 samples, size, collate_fn, tokenizer,
+                modules=[] if isinstance(step, CostModel) else TrainingState(step).modules,
                 multiple=size_multiple_of(options.get("size_multiple", 1)),
                 num_workers=workers.get("num_workers", 0),
             )  # fmt: skip
+            padding = batches.padding()
         make_batch = make_batch or batches
         cost: CostModel
         if isinstance(step, CostModel):
@@ -183,7 +187,7 @@ def loader(
     workers = {"pin_memory": torch.device(device or "cpu").type == "cuda"} | workers | {**chosen}
     if not workers.get("num_workers"):
         workers = {name: one for name, one in workers.items() if name not in _OF_WORKERS}
-    say(_summary(batches, told, sampler, chosen))
+    say(_summary(batches, padding, told, sampler, chosen))
     return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
 
 
@@ -454,11 +458,12 @@ def _packed(cost: MeasuredCost, batches: RealBatches, packed: bool | None) -> Co
 
 def _summary(
     batches: RealBatches,
+    padding: list[str],
     cost: str,
     sampler: MemoryBudgetBatchSampler,
     host: Mapping[str, Any],
 ) -> list[str]:
-    """Lines about sizes, cost, plan and host."""
+    """Lines about sizes, padding, cost, plan and host."""
     sizes, rules, report = batches.sizes, sampler.plan.rules, sampler.report()
     longest = sizes[batches.rounded().prod(axis=1).argmax()]
     median = np.median(sizes, axis=0).astype(np.int64)
@@ -470,6 +475,7 @@ def _summary(
     least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
     lines = [
         f"sizes  {len(sizes):,} samples of {least} to {most}{by}",
+        *padding,
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
         f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",

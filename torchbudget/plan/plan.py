@@ -47,6 +47,10 @@ _SURVEY: Final = 4096
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
+ALL_DROPPED: Final = (
+    "drop_last=True drops all {}: they fill no step, or no micro-batch on each rank, or no group "
+    "does; pass drop_last=False"
+)
 
 
 class Stretch(NamedTuple):
@@ -328,10 +332,7 @@ class Plan:
         stretches = [self._stretch(cursor, at, self._end(part, at)) for part, at in begins]
         fresh = not cursor.stop and cursor.groups is None
         if fresh and not any(one.end > one.start for one in stretches):
-            raise OptionError(
-                f"drop_last=True drops all {self.order.samples} samples of the epoch: they fill no "
-                "step, or no micro-batch on each rank, or no group does; pass drop_last=False"
-            )
+            raise OptionError(ALL_DROPPED.format(f"{self.order.samples} samples of the epoch"))
         return cursor, begun, stretches
 
     def _check(self, cursor: Cursor, stretch: Stretch) -> None:

@@ -87,11 +87,12 @@ def outputs_of(
     with ranks.together(), sampler.whole_pass(), evaluation_mode(modules_of(forward)):
         if place:
             sampler.load_state_dict(place)
-        left = 0 if place is None else sampler.batches_left  # `None`: the pass was over
+        # Only pieces of a pass need to know how long it is, for which all of it is planned.
+        left = 0 if saved is None or place is None else sampler.batches_left
         every = -(-left // _PIECES)
-        total = len(dataset) * left // max(len(sampler), 1)
+        total = len(dataset) * left // max(len(sampler), 1) if left else len(dataset)
         shown = counting(unit="samples", total=total, shown=progress and not ranks.rank)
-        if left:
+        if place is not None:  # otherwise the pass was over
             with shown as advance, sampler.tracked(loader) as run:
                 number = 0
                 for batch in run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, two_fit
@@ -24,6 +26,7 @@ from tests.support.streams import (
     TOKENS,
     Numbered,
     OneProcess,
+    loader_of,
     numbers,
     processes_of,
     same,
@@ -35,7 +38,9 @@ from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost
 from torchbudget.errors import (
     BudgetError,
     OptionError,
+    OtherNumbersWarning,
     OversizeError,
+    SampleError,
     StateError,
     StateMismatchError,
     UnevenRanksError,
@@ -211,6 +216,36 @@ def test_drop_last_leaves_only_what_is_full() -> None:
         rank=0,
     )
     assert len({sum(map(len, map(list, rank))) for rank in processes_of(make, 1)}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_an_epoch_of_which_drop_last_leaves_nothing(workers: int) -> None:
+    """A tracked loop and a process that reads all of it raise, a worker beside others warns."""
+
+    def loader() -> DataLoader[Any]:
+        stream = BudgetedIterableDataset(shards, TOKENS, 20, size=size_of, **options)
+        return loader_of(stream, workers)
+
+    options: dict[str, Any] = {"drop_last": True, "collate_fn": len}
+    shards = [list(Numbered([2] * n)) for n in (3, 2)]
+    found = loader()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OtherNumbersWarning)  # of forked workers
+        with pytest.raises(OptionError, match="drop_last=True drops all samples of the epoch"):
+            list(found.dataset.tracked(found))  # type: ignore[attr-defined]
+    error: Any = (
+        (OptionError, "of the epoch") if workers < 2 else (OtherNumbersWarning, "of worker")
+    )
+    with pytest.raises(error[0], match=f"drop_last=True drops all samples {error[1]}"):
+        list(loader())
+    shards.append(list(Numbered([2] * 20)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OtherNumbersWarning)
+        assert sum(loader()) == 20
+    options["batches_per_epoch"] = 2
+    shards.pop()
+    with pytest.raises(SampleError, match="skipping or drop_last leave samples"):
+        list(loader())
 
 
 def test_a_predicate_instead_of_a_cost() -> None:

@@ -73,6 +73,9 @@ def outputs(workers: str, chunk_bytes: str) -> dict[str, Any]:
     torch.testing.assert_close([*replicated], expected, rtol=1e-12, atol=1e-13)
     if ranks == 1:
         return told
+    alone = [10] * 7  # no two fit together, and two ranks cannot share them evenly
+    found = predict(model, loader_of(alone, 15))
+    torch.testing.assert_close([*found], one_by_one(model, alone), rtol=1e-12, atol=1e-13)
     told["model"] = error_of(lambda: predict(fails, loader_of()))
     told["pickle"] = error_of(lambda: predict(total, loader_of(), split_outputs=unknown))
     other = loader_of(LENGTHS[:299] if rank else LENGTHS, texts=LENGTHS)
@@ -91,8 +94,8 @@ def outputs(workers: str, chunk_bytes: str) -> dict[str, Any]:
     if rank == 0:
         assert len(predict(total, loader_of(num_replicas=1, rank=0))) == 300
         seen.clear()
-        alone = loader_of(num_replicas=1, rank=0, window=100)
-        found = predict(killed_after(-1, model, seen), alone, folder=folder)
+        own = loader_of(num_replicas=1, rank=0, window=100)
+        found = predict(killed_after(-1, model, seen), own, folder=folder)
         torch.testing.assert_close([*found], expected, rtol=1e-12, atol=1e-13)
         assert sum(seen) == 300 - done
     dist.barrier()

@@ -109,7 +109,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             first.
         seed: seed of all randomness, which is a function of (seed, epoch, shard, position in the
             shard).
-        drop_last: drop the last micro-batch that could still have taken a sample, in each part.
+        drop_last: drop the last micro-batch that could still have taken a sample, in each part. If
+            no batch of an epoch is left, it is an error, and in one of several workers a warning.
         batches_per_epoch: number of batches of an epoch on each rank; a source that ends earlier
             starts over.
         uneven: ranks may have unequal numbers of batches.
@@ -148,6 +149,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         CostError: the cost is not vectorised, or its capacity contradicts its bytes; at the first
             window.
         OversizeError: a sample alone exceeds the budget, with `oversize="raise"`.
+        OptionError: `drop_last` leaves nothing of the epoch.
         UnevenRanksError: the remaining samples cannot be shared so that all ranks have equally many
             batches.
 
@@ -551,9 +553,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 of its process group. Workers of untracked loops cannot notice this.
         """
         kind = type(loader).__name__
-        if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
+        is_mine = isinstance(loader, DataLoader) and loader.dataset is self
+        if not is_mine or loader.batch_size is not None:
             raise OptionError(
-                f"tracked needs a DataLoader of this stream, with batch_size=None, got a {kind}"
+                f"tracked needs a DataLoader of this stream, with batch_size=None, got a {kind}; "
+                "of a wrapper, such as Fabric's, pass the DataLoader that it was made of"
             )
         if hasattr(loader, "state_dict"):
             raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")

@@ -17,7 +17,8 @@ from torchbudget.data.size_check import SizeCheck
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import gathered, is_distributed
-from torchbudget.errors import StateError
+from torchbudget.errors import OptionError, StateError
+from torchbudget.plan.plan import ALL_DROPPED
 from torchbudget.plan.report import ReadBatches
 
 _UNKNOWN: Final = np.array(np.nan)
@@ -147,7 +148,10 @@ class StreamRun(Run[StreamState]):
         return place.following(self._stream._batches_per_epoch), batch
 
     def _end(self) -> StreamState:
-        place = self.last
+        place, stream = self.last, self._stream
+        is_empty = place is self._start and place.is_beginning
+        if is_empty and stream._drop_last and stream._window_ranks == stream.num_replicas:
+            raise OptionError(ALL_DROPPED.format("samples of the epoch"))
         if place.epoch == self._start.epoch:
             place = place.following(self._stream._batches_per_epoch, ended=True)
         self._sending.ended = place

@@ -95,12 +95,14 @@ class Windows:
 
     Attributes:
         first_sizes: a digest of the sizes in the first window, if ranks share it.
+        samples: number of samples that were read to be cut.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
         self._stream, self._slot = stream, slot
         self._ranks, self._length = stream._window_ranks, stream._window
         self.first_sizes: int | None = None
+        self.samples = 0
         self._endless = stream._batches_per_epoch is not None
         ahead = self._look_ahead = stream._look_ahead_of(slot)
         self._run_bytes = None if ahead is None else ahead // _PART_AT_ONCE + 1
@@ -130,6 +132,7 @@ class Windows:
         begun, before = start, 0
         parts = self._parts(start)
         while (buffered := _next_of(parts)) is not None:
+            self.samples += len(buffered.samples)
             if uneven is not None:
                 buffered = self._joined(uneven, buffered)
             try:
@@ -306,8 +309,8 @@ class Windows:
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
             raise SampleError(
                 f"the source has no samples for worker {slot.worker} of {slot.workers}, of {items} "
-                "items: use fewer workers, or check that files exist and that transforms or "
-                "skipping leave samples; an iterator that is used up after one epoch must be "
+                "items: use fewer workers, or check that files exist and that transforms, skipping "
+                "or drop_last leave samples; an iterator that is used up after one epoch must be "
                 "opened in __iter__, or in the function of a shard"
             )
 
