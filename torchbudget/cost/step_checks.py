@@ -42,6 +42,7 @@ class StepChecks:
         self._state = state
         self.forward_only = False
         self.trained: set[nn.Module] = set()
+        self.in_optimizer = False  # whether an optimizer steps at the moment
         self._stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
 
     def check_parameters(self, *, contents: bool) -> None:
@@ -113,8 +114,10 @@ class StepChecks:
                     f"the step calls an optimizer of type {type(optimizer)} that it does not refer "
                     "to, so its state cannot be restored; let the step's function refer to it"
                 )
+            self.in_optimizer = True
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # a closure made gradients
+            self.in_optimizer = False
             with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
             self._stepped.update(with_gradients)
             stepped.append(bool(with_gradients))
@@ -135,6 +138,7 @@ class StepChecks:
         try:
             yield
         finally:
+            self.in_optimizer = False
             for handle in handles:
                 handle.remove()
             for one in parameters:
