@@ -30,13 +30,14 @@ from torchbudget.cost.measure import describe_step, measure_cost, why_not
 from torchbudget.cost.measured import MeasuredCost, differing, saved_costs
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PackCollate, PadCollate
+from torchbudget.data.indexed import check_indexed
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.sizes.sizes_of import SizeDataset, spread
 from torchbudget.distributed import Ranks
 from torchbudget.dtensors import part_bytes, plain_parts
-from torchbudget.errors import BudgetError, CostError, OptionError
+from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
 from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
@@ -132,7 +133,7 @@ def loader(
         raise OptionError(f"the budget's host bytes choose {' and '.join(needless)}: leave it out")
     workers |= {} if num_workers is None else {"num_workers": num_workers}
     samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    SizeDataset(samples, size)  # which refuses streams
+    check_indexed(samples, SizesError)
     if isinstance(dataset, DataLoader):
         workers = _taken_from(dataset, options) | workers
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:

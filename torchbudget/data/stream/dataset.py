@@ -324,8 +324,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if self._skip_failed and ranks > 1:
             raise OptionError(
                 f"on_error='skip' cannot be used with {ranks} ranks that plan from one source: a "
-                "sample that fails on one of them alone would be lost or repeated; use "
-                "split='ranks', or drop such samples in a transform, the same on all ranks"
+                "sample that fails on one of them alone would be lost or repeated. Drop such "
+                "samples in a transform (transforms.keep_if), the same on all ranks; or pass a "
+                "function (shard, num_shards) as the source, which gives each rank its own part"
             )
 
     def __len__(self) -> int:
@@ -377,7 +378,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Caller.find().check_loader(self.num_replicas)
         self._notice()
         state, progress, loaded = self._where(), self._progress, self._loaded
-        if natural("epoch", epoch) == progress.epoch:
+        epoch = natural("epoch", epoch)
+        if epoch == progress.epoch:
             self._begin_at(self._start, self._kept)
             self._loaded = None if loaded is None else epoch
             progress.ahead = progress.run = 0
@@ -401,6 +403,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             RankError: as in `tracked`.
         """
         try:
+            Caller.find().check_loader(self.num_replicas)
             self.check_ranks()
             return self._begin_loop()
         except Exception as error:
@@ -499,7 +502,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
-        Caller.find().check_loader(self.num_replicas)
         self._notice()
         self._check_ranks_fit()
         slot = self._slot()
@@ -557,6 +559,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             )
         if hasattr(loader, "state_dict"):
             raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
+        Caller.find().check_loader(self.num_replicas)
         self.check_ranks()
         return StreamRun(self, loader)
 
