@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -28,44 +29,39 @@ def why_not_indexed(data: Any) -> str:
     Reads three samples of other iterables; global random generators stay as they are.
     """
     if isinstance(data, IterableDataset) or not isinstance(data, MapStyle):
-        return "is not one"
+        return "has no index"
     if not isinstance(data, Iterable):
         return ""
     if getattr(data, "is_lazy", False) is True:
         return "says that it is lazy"
     if isinstance(data, (Dataset, Tensor, Mapping, list, tuple)) or hasattr(data, "__getitems__"):
         return ""
-    try:
-        with RandomState.take():
-            reads = [data[0], data[0]] if len(data) else []
-            iterator = iter(data)
-            if reads and iterator is not iter(data):  # else the sample would be lost
-                reads.append(next(iterator, None))
-    except Exception as error:  # noqa: BLE001  (a user's class may raise anything)
-        return f"cannot be read at index 0 and iterated ({type(error).__name__}: {error})"
-    if len({*map(checksum_of, reads)}) > 1:
-        return "has another sample at index 0 each time, or begins its iteration with another one"
-    return ""
+    with suppress(Exception), RandomState.take():  # a user's class may raise anything
+        reads = [data[0], data[0]] if len(data) else []
+        iterator = iter(data)
+        if reads and iterator is not iter(data):  # else the sample would be lost
+            reads.append(next(iterator, None))
+        if len({*map(checksum_of, reads)}) < 2:
+            return ""
+    return "does not read the same sample at index 0, each time, as it yields first"
 
 
 def check_indexed(data: Any, error: type[SizesError | OptionError]) -> None:
     """Raise an error if the samples of a data set must not be read by index."""
     if why := why_not_indexed(data):
         raise error(
-            "expected a map-style dataset, with __getitem__ and __len__, but this "
-            f"{type(data).__name__} {why}: reading it by index would fail, or lose or repeat "
-            "samples. Use BudgetedIterableDataset(source, cost, budget, size=…); or, if its index "
-            "is right, torch.utils.data.Subset(dataset, range(len(dataset)))"
+            f"expected a map-style dataset, with __getitem__ and __len__, but {type(data).__name__} "
+            f"{why}, so an index may lose or repeat samples: use BudgetedIterableDataset(source, "
+            "cost, budget, size=…), or, if only random augmentation changes samples, "
+            "torch.utils.data.Subset(dataset, range(len(dataset)))"
         )
 
 
 def checksum_of(item: Any) -> int:
-    """Return a checksum of an item's contents; 0 if it cannot be pickled."""
+    """Return a checksum of an item's contents, as far as it can be pickled."""
     file = io.BytesIO()
-    try:
+    with suppress(Exception):  # any object may refuse in its own way
         _ByContent(file).dump(item)
-    except Exception:  # noqa: BLE001  (any object may refuse in its own way)
-        return 0
     return crc32(file.getvalue())
 
 
