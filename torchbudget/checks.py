@@ -75,8 +75,8 @@ def check_call(call: Callable[..., Any], expected: str, *given: Any, **options: 
         hint, unknown = "", options.keys() - signature(call).parameters.keys()
         if unknown & signature(DataLoader).parameters.keys():
             hint = "; the budget sets the size of batches: max_batch_size= caps it, and "
-            hint += "samples_per_step= sets the samples of an optimizer step. Order is chosen by "
-            hint += "shuffle= and weights=. Other options of a DataLoader go to the DataLoader"
+            hint += "samples_per_step= sets the samples of an optimizer step; the order follows "
+            hint += "shuffle= and weights=; other options of a DataLoader go to the DataLoader"
         raise OptionError(f"{error}; expected {expected}{hint}") from None
 
 

@@ -230,9 +230,9 @@ class Subject:
         if [before[0] * one for one in before[1:]] != [n * one for one in size]:
             raise BatchError(
                 f"batches must grow with n and size, but (n, size) = {before} and {shape} both "
-                f"gave tensors of the shapes {list(shapes)}: make_batch must return n samples padded to "
-                "size. A collate_fn of loader that tokenizes needs size=, a function that returns "
-                "the number of tokens; or leave it out and pass tokenizer="
+                f"gave tensors of the shapes {list(shapes)}: make_batch must return n samples "
+                "padded to size. A collate_fn of loader that tokenizes needs size=, a function "
+                "that returns the number of tokens; or leave it out and pass tokenizer="
             )
         return batch
 

@@ -50,7 +50,7 @@ def check_indexed(data: Any, error: type[SizesError | OptionError]) -> None:
     """Raise an error if the samples of a data set must not be read by index."""
     if why := why_not_indexed(data):
         raise error(
-            f"expected a map-style dataset, with __getitem__ and __len__, but {type(data).__name__} "
+            f"expected a map-style dataset, with __getitem__ and __len__; {type(data).__name__} "
             f"{why}, so an index may lose or repeat samples: use BudgetedIterableDataset(source, "
             "cost, budget, size=…), or, if only random augmentation changes samples, "
             "torch.utils.data.Subset(dataset, range(len(dataset)))"
