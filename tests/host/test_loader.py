@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "both": (
         OptionError,
         "leave collate_fn out",
-        lambda: loader(dicts(), step, 9, tokenizer=TOKENIZER, collate_fn=padded),
+        lambda: loader([{"input_ids": [3]}], step, 9, tokenizer=TOKENIZER, collate_fn=padded),
     ),
     "texts in a column": (
         OptionError,

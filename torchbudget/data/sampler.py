@@ -214,7 +214,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             drop_last=drop_last,
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
         )
-        self._indexed = 0  # the identity of the data set that may be read by index
         self._begin_at(Cursor(epoch=0))
 
     def _begin_at(self, place: Cursor, loaded: Mapping[str, Any] | None = None) -> None:
@@ -540,9 +539,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise an `OptionError` if a data set has no index, or not one sample for each size."""
-        if isinstance(dataset, MapStyle) and id(dataset) != self._indexed:
+        if isinstance(dataset, MapStyle) and self._present is None:  # reads samples: once
             check_indexed(dataset, OptionError)
-            self._indexed = id(dataset)
         sizes = self._plan.order.dataset_length
         if isinstance(dataset, Sized) and len(dataset) != sizes:
             raise OptionError(
