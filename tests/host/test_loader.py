@@ -22,7 +22,14 @@ from tests.support.masked_models import TakesMask, TakesNone, step_of
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from torchbudget import loader, predict
-from torchbudget.errors import BudgetError, CollateError, CostError, OptionError, SizesError
+from torchbudget.errors import (
+    BatchError,
+    BudgetError,
+    CollateError,
+    CostError,
+    OptionError,
+    SizesError,
+)
 from torchbudget.host import loader as loaders
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 0.7, 60), 2, 60).astype(int).tolist()
@@ -108,6 +115,25 @@ def step(batch: Any) -> None:
     torch.stack([MODEL(one.float()[..., None]).square().mean() for one in values]).sum().backward()
     OPTIMIZER.step()
     OPTIMIZER.zero_grad()
+
+
+def first_words(some: list[str]) -> Tensor:
+    return padded([torch.ones(min(len(text.split()), 4)) for text in some])
+
+
+def without_labels(some: list[Any]) -> dict[str, Tensor]:
+    return {"ids": padded([one["ids"] for one in some])}
+
+
+def reads_labels(batch: Any) -> None:
+    step([batch["ids"], batch["labels"]])
+
+
+def halved(batch: Any) -> None:
+    """As a U-Net does: two adjacent elements become one, and two again."""
+    x = batch.data
+    half = nn.functional.avg_pool1d(x[:, None], 2)
+    step([x[:, None] + nn.functional.interpolate(half, scale_factor=2)])
 
 
 @pytest.fixture
@@ -283,7 +309,64 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "both": (
         OptionError,
         "leave collate_fn out",
-        lambda: loader(dicts(), step, 9, tokenizer=TOKENIZER, collate_fn=padded),
+        lambda: loader([{"input_ids": [3]}], step, 9, tokenizer=TOKENIZER, collate_fn=padded),
+    ),
+    "texts in a column": (
+        OptionError,
+        r"tokenizer= takes texts, or samples with 'input_ids'.* dataset\['text'\]",
+        lambda: loader([{"text": "ab"}] * 9, step, 9, tokenizer=TOKENIZER),
+    ),
+    "another tokenizer's samples": (
+        OptionError,
+        "tokenizer= takes texts, or samples with 'input_ids', got",
+        lambda: loader([("ab", 1)] * 9, step, 9, tokenizer=TOKENIZER),
+    ),
+    "tokenized by the collate": (
+        BatchError,
+        "A collate_fn of loader that tokenizes needs size=.* pass tokenizer=",
+        lambda: loader(["ab " * n for n in LENGTHS], step, "2GiB", collate_fn=first_words),
+    ),
+    "a field that the collate drops": (
+        CostError,
+        "KeyError: 'labels'.* or the collate_fn of loader, must give all fields",
+        lambda: loader(dicts(labels=ids), reads_labels, "2GiB", collate_fn=without_labels),
+    ),
+    "a field that the collate misses": (
+        BatchError,
+        "or the collate_fn of loader, raised KeyError",
+        lambda: loader(
+            dicts(), step, "2GiB", collate_fn=lambda some: padded([one["x"] for one in some])
+        ),
+    ),
+    "odd images in a U-Net": (
+        CostError,
+        "size of tensor .* U-Net .* size_multiple=",
+        lambda: loader([torch.ones(n) for n in LENGTHS], halved, "2GiB"),
+    ),
+    "seconds": (
+        SizesError,
+        "0.5 has no length; .* an int: of seconds, the number of frames",
+        lambda: loader([{"x": ids(3), "seconds": 0.5}], step, 9, size="seconds"),
+    ),
+    "seconds by a function": (
+        SizesError,
+        "expected an int: of seconds, the number of frames.* got 0.5",
+        lambda: loader([ids(3)], step, 9, size=lambda _: 0.5),
+    ),
+    "seconds as sizes": (
+        SizesError,
+        "expected integer sizes.* of seconds, count frames",
+        lambda: tb.plan_step([0.5, 1.5], TOKENS, 9),
+    ),
+    "sampler": (
+        OptionError,
+        "'sampler'; expected loader.* shuffle= and weights=",
+        lambda: loader(dicts(), TOKENS, 99, sampler=None),
+    ),
+    "a loader's option of a sampler": (
+        OptionError,
+        "'pin_memory'; .* other options of a DataLoader go to the DataLoader",
+        lambda: ANY.MemoryBudgetBatchSampler([3], TOKENS, 9, pin_memory=True),
     ),
     "batch size": (
         OptionError,
@@ -441,6 +524,9 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     made = loader(given, TOKENS, 99, num_workers=1, prefetch_factor=3, timeout=60)
     assert (made.prefetch_factor, made.timeout) == (3, 60)
+    generator = torch.Generator()
+    assert loader(dicts(), TOKENS, 99, generator=generator).generator is generator
+    assert not loader(dicts(), TOKENS, 99, in_order=False, num_workers=1).in_order
     assert sum(len(batch) for batch in made.batch_sampler) == len(dicts())
     assert "the budget sets it; so is drop_last" in capfd.readouterr().err
     with pytest.raises(OptionError, match="host bytes choose prefetch_factor: leave it out"):

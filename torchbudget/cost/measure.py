@@ -34,10 +34,10 @@ from torchbudget.cost.running import (
     run_steps,
     warn_of_kept,
 )
-from torchbudget.cost.subject import BatchError, Domain, Subject
+from torchbudget.cost.subject import Domain, Subject
 from torchbudget.cost.tracing import Tracer
 from torchbudget.dtensors import part_bytes
-from torchbudget.errors import CostError
+from torchbudget.errors import BatchError, CostError
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory

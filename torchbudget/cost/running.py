@@ -201,8 +201,9 @@ class StepRunner:
             n, size = shapes[-1]
             raise CostError(
                 f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
-                "it must take batches of one sample and more, of all sizes, and make_batch must "
-                "give all fields that it reads, labels included"
+                "it must take batches of one sample and more, of all sizes (for a U-Net and others "
+                "that halve sizes, pass size_multiple=), and make_batch, or the collate_fn of "
+                "loader, must give all fields that it reads, labels included"
             ) from error
         peak, beside_bytes, seconds = found[-1]
         failed |= peak.failures > 0  # a library continued without that memory

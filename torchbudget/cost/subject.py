@@ -16,7 +16,7 @@ from torchbudget.checks import is_int
 from torchbudget.cost.batch_recipe import Shape, batch_bytes, leaves_of, products
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
-from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
+from torchbudget.errors import BatchError, CostError, MeasureWarning, TorchBudgetError
 from torchbudget.machine.out_of_memory import is_out_of_memory
 from torchbudget.restoring import TrainingState, modes_of
 from torchbudget.warn import warn
@@ -32,10 +32,6 @@ _MOST_SAMPLES: Final = 2**16
 # Bytes that a sample may leave until the optimizer's step, such as its loss: of 65,536 samples in a
 # step, the least margin, 16 MiB.
 _LEFT_BYTES: Final = 2**8
-
-
-class BatchError(CostError):
-    """`make_batch` ignores its arguments, so that the step cannot be measured in any way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,8 +219,8 @@ class Subject:
             if is_out_of_memory(error) or isinstance(error, TorchBudgetError):
                 raise
             raise BatchError(
-                f"make_batch({n}, {asked}) raised {error!r}; if there are no samples this short, "
-                "pass min_size"
+                f"make_batch({n}, {asked}), or the collate_fn of loader, raised {error!r}; if no "
+                "samples are this short, pass min_size"
             ) from error
         arrays = (one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray)))
         shapes = tuple(tuple(one.shape) for one in arrays)
@@ -234,8 +230,10 @@ class Subject:
         # Rows of the same total are the same tensors, one after the other.
         if [before[0] * one for one in before[1:]] != [n * one for one in size]:
             raise BatchError(
-                f"make_batch must return n samples padded to size, but (n, size) = {before} and "
-                f"{shape} both gave tensors of the shapes {list(shapes)}"
+                f"batches must grow with n and size, but (n, size) = {before} and {shape} both "
+                f"gave tensors of the shapes {list(shapes)}: make_batch must return n samples "
+                "padded to size. A collate_fn of loader that tokenizes needs size=, a function "
+                "that returns the number of tokens; or leave it out and pass tokenizer="
             )
         return batch
 

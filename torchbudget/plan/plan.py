@@ -385,10 +385,12 @@ class Plan:
         if self.ranks.repeats:  # a multiple of the ranks' number can always be split evenly
             indices = np.resize(indices, -(-len(indices) // number) * number)
         if len(indices) < number:
+            again = "start the next epoch"
+            if self._parts.counts[self._parts.at(start)] < number:  # it would be the same
+                again = "add samples (merge small groups, or drop them by drop_last=True)"
             raise UnevenRanksError(
-                f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
-                f"{self.ranks.number} ranks; use at most {len(indices)} ranks, or start the next "
-                "epoch"
+                f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for {number} "
+                f"ranks; use at most {len(indices)} ranks, or {again}"
             )
         sizes = self._sizes_at(indices)
         return indices, sizes.reshape(windows, -1, *sizes.shape[1:]), left
