@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -104,14 +107,20 @@ def test_an_open_autocast(method: str, inner: str, warm: bool) -> None:
     assert torch.is_autocast_cache_enabled()
 
 
+class Compiled:
+    """Of a class, attributes are not put back."""
+
+    graphs: ClassVar[list[object]] = []
+
+
 @METHODS
 @pytest.mark.parametrize("compiled", ["module", "in place", "function"])
 def test_what_is_compiled(method: str, compiled: str) -> None:
     """It is compiled after measuring too, and so is anything else; its trace is of eager code."""
-    graphs: list[object] = []
+    Compiled.graphs.clear()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(object())  # numbers would be put back
+        Compiled.graphs.append(graph)
         return graph.forward
 
     def trained(measured: bool) -> list[torch.Tensor]:
@@ -129,11 +138,11 @@ def test_what_is_compiled(method: str, compiled: str) -> None:
             cost = measure(step, method)
             eager = any("traced as eager" in note for note in cost.notes)
             assert eager == (method != "run")
-            assert bool(graphs) == (method != "trace")
+            assert bool(Compiled.graphs) == (method != "trace")
         return steps(step, *model.parameters())
 
     measured = trained(True)
-    assert graphs
+    assert Compiled.graphs
     assert all(map(torch.equal, measured, trained(False)))
 
 
@@ -620,3 +629,60 @@ def test_an_optimizer_that_wraps_another(method: str) -> None:
     step = full_step(model, Wrapping(inner))
     measure(step, method)
     assert not inner.state
+
+
+@dataclass(slots=True)
+class Slotted:
+    """Has no dictionary of attributes."""
+
+    center: torch.Tensor
+
+
+@METHODS
+def test_what_a_step_keeps(method: str) -> None:
+    """Tuples, dictionaries, modules, arrays, slots and gradients of loose tensors are as before."""
+    model, optimizer = network()
+    scale = torch.ones((), requires_grad=True)
+    own = SimpleNamespace(
+        state=None, pair=(torch.zeros(2), 1), nested={"c": [torch.zeros(2)]}, best=None,
+        slotted=Slotted(torch.zeros(2)), mean=np.zeros(3), steps=0,
+    )  # fmt: skip
+    kept: Any = (torch.zeros(1), torch.zeros(1))
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal kept
+        outputs = model(batch) * scale
+        outputs.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            scale.sub_(0.1 * scale.grad)
+        kept = own.state = (outputs.detach(), outputs.detach())
+        own.pair, own.nested = (outputs.detach(), 2), {"c": [outputs.detach()]}
+        own.best, own.slotted.center = copy.deepcopy(model), outputs.detach()
+        own.mean += 1
+        own.steps += 1
+
+    before = vars(own) | {"slotted": own.slotted.center, "kept": kept}
+    before.pop("steps")
+    measure(step, method)
+    after = vars(own) | {"slotted": own.slotted.center, "kept": kept}
+    assert all(after[name] is value for name, value in before.items())
+    assert own.mean.tolist() == [0, 0, 0]
+    assert scale.grad is None
+    assert scale.item() == 1
+
+
+@METHODS
+def test_storages_can_still_be_resized(method: str) -> None:
+    """As by those who offload parameters by hand."""
+    model, optimizer = network()
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measure(step, method)
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
