@@ -497,16 +497,21 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if self._batches_per_epoch is not None:
             self._start, self._kept = reader.standing.state, reader
 
-    def check_ranks(self) -> None:
-        """See `tracked`, which does it itself."""
+    def check_ranks(self, workers: int | None = None) -> None:
+        """Compare ranks: see `tracked`, which does it itself.
+
+        Args:
+            workers: number of processes that read on this rank; `None`: they are not compared.
+        """
         Caller.find().check_loader(self.num_replicas)
         self._notice()
         self._check_ranks_fit()
-        slot = self._slot()
+        slot = self._slot(workers=workers or 1)
         if self._source.split != "ranks":  # otherwise each reads its own samples
             cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
             at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
-            check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at)
+            what = "facts" if workers is None else f"facts of {workers} workers"
+            check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at, what)
 
     def _where(self) -> StreamState | None:
         """The state at which the next loop begins; `None`: at the beginning of its epoch."""
@@ -546,9 +551,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
         Raises:
             OptionError: the loader is not one of this stream.
-            RankError: ranks that share a source have different costs, budgets or options, or read
-                different samples in their first window; or a rank does not begin within the timeout
-                of its process group. Workers of untracked loops cannot notice this.
+            RankError: ranks that share a source have different costs, budgets, options or numbers
+                of workers, or read different samples in their first window; or a rank does not
+                begin within the timeout of its process group. Workers of untracked loops cannot
+                notice this.
         """
         kind = type(loader).__name__
         if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
@@ -557,7 +563,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             )
         if hasattr(loader, "state_dict"):
             raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
-        self.check_ranks()
+        self.check_ranks(max(loader.num_workers, 1))
         return StreamRun(self, loader)
 
     def _begin_run(self, number: int, workers: int) -> StreamState:
