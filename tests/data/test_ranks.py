@@ -188,6 +188,7 @@ def test_other_samples_are_an_error_on_every_rank(
         "stream, same",
         "stream, same, out of order",
         "stream, same, with a worker and without",
+        "stream, parts of a look-ahead",
     ],
 )
 def test_ranks_that_agree_share_all_samples(outcomes: list[dict[str, Any]], case: str) -> None:

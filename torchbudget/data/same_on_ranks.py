@@ -81,7 +81,7 @@ def _raise_difference(facts: list[dict[str, Any]]) -> None:
             raise RankError(
                 "all ranks must plan the same samples, or some would be lost or repeated, but they "
                 f"differ: {found}. Make them equal: cost, budget = agree(cost, budget) takes rank "
-                "0's cost and the smallest budget; loader_options gives all ranks the smallest number "
-                "of workers. If each rank has samples of its own, pass num_replicas and rank, such "
+                "0's cost and the smallest budget; loader_options gives all ranks equal numbers of "
+                "workers. If each rank has samples of its own, pass num_replicas and rank, such "
                 "as num_replicas=1, rank=0"
             )

@@ -119,6 +119,7 @@ def compare() -> dict[str, Any]:
     rank, _ = join(timeout=timedelta(seconds=20))
     other_cost, less = PaddedCost(unit_bytes=1, fixed_bytes=rank), 2000 - 300 * rank
     mine = MemoryBudget(device=2000 + 300 * rank, host=10**6 - rank)
+    parts: Any = {"look_ahead": 30_000, "max_batch_size": 1}
     roomy = MemoryBudget(device=2000, host=10**9)
     shards = [list(texts(LENGTHS[n::4])) for n in range(4)]
     cases: dict[str, Callable[[], Any]] = {
@@ -152,6 +153,7 @@ def compare() -> dict[str, Any]:
         "stream, 1 and 2 workers": lambda: tracked(streamed(), workers=1 + rank),
         "stream, 1 and 2 workers of shards": lambda: tracked(streamed(shards), workers=1 + rank),
         "stream, the host's look-ahead": lambda: tracked(streamed(budget=roomy), workers=1 + rank),
+        "stream, parts of a look-ahead": lambda: tracked(streamed(**parts), workers=1),
         "stream, same, with a worker and without": lambda: tracked(streamed(shards), workers=rank),
     }
     outcomes = {name: outcome(case) for name, case in cases.items()}

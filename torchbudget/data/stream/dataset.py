@@ -603,7 +603,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         from it (`"goes_on_by": "seeking"`); any other source starts over and skips (`"skipping"`).
 
         Another number of workers can continue from the beginning of an epoch and, if `split` is
-        "none" and the loop has no workers, from a position between two windows.
+        "none" and the loop has no workers, from a position between two windows. Another cost or
+        budget can continue from any position: within a window the state has one bit, as text, for
+        each of the samples that are cut together.
 
         Raises:
             StateError: workers prefetch batches, and the loop is not tracked.
@@ -627,9 +629,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
 
-        A state between two windows that was saved without workers loads under another budget, cost
-        or look-ahead and, with `split="none"`, with any number of workers and ranks. So does any
-        state at the beginning of an epoch.
+        Any state loads under another budget or cost. A state between two windows that was saved
+        without workers loads under another look-ahead, too, and, with `split="none"`, with any
+        number of workers and ranks. So does any state at the beginning of an epoch.
 
         Raises:
             StateError: the state is malformed; or, at the next loop, persistent workers were
