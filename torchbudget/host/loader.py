@@ -82,7 +82,7 @@ def loader(
     that writes a log or a file skips it if `is_measuring()`.
 
     Under `torch.distributed` every rank must call it. The largest cost of any rank counts, and the
-    budget is that of one process.
+    smallest number of workers that `loader_options` chose. The budget is that of one process.
 
     Args:
         dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a

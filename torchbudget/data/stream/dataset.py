@@ -509,15 +509,20 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if self._batches_per_epoch is not None:
             self._start, self._kept = reader.standing.state, reader
 
-    def check_ranks(self) -> None:
-        """See `tracked`, which does it itself."""
+    def check_ranks(self, workers: int | None = None) -> None:
+        """Compare ranks: see `tracked`, which does it itself.
+
+        Args:
+            workers: number of processes that read on this rank; `None`: they are not compared.
+        """
         self._notice()
         self._check_ranks_fit()
-        slot = self._slot()
+        slot = self._slot(workers=workers or 1)
         if self._source.split != "ranks":  # otherwise each reads its own samples
             cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
             at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
-            check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at)
+            what = "facts" if workers is None else f"facts of {workers} workers"
+            check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at, what)
 
     def _where(self) -> StreamState | None:
         """The state at which the next loop begins; `None`: at the beginning of its epoch."""
@@ -557,9 +562,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
         Raises:
             OptionError: the loader is not one of this stream.
-            RankError: ranks that share a source have different costs, budgets or options, or read
-                different samples in their first window; or a rank does not begin within the timeout
-                of its process group. Workers of untracked loops cannot notice this.
+            RankError: ranks that share a source have different costs, budgets, options or numbers
+                of workers, or read different samples in their first window; or a rank does not
+                begin within the timeout of its process group. Workers of untracked loops cannot
+                notice this.
         """
         kind = type(loader).__name__
         is_mine = isinstance(loader, DataLoader) and loader.dataset is self
@@ -571,7 +577,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if hasattr(loader, "state_dict"):
             raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
         Caller.find().check_loader(self.num_replicas)
-        self.check_ranks()
+        self.check_ranks(max(loader.num_workers, 1))
         return StreamRun(self, loader)
 
     def _begin_run(self, number: int, workers: int) -> StreamState:
@@ -611,7 +617,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         from it (`"goes_on_by": "seeking"`); any other source starts over and skips (`"skipping"`).
 
         Another number of workers can continue from the beginning of an epoch and, if `split` is
-        "none" and the loop has no workers, from a position between two windows.
+        "none" and the loop has no workers, from a position between two windows. Another cost or
+        budget can continue from any position: within a window the state has one bit, as text, for
+        each of the samples that are cut together.
 
         Raises:
             StateError: workers prefetch batches, and the loop is not tracked.
@@ -635,9 +643,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
 
-        A state between two windows that was saved without workers loads under another budget, cost
-        or look-ahead and, with `split="none"`, with any number of workers and ranks. So does any
-        state at the beginning of an epoch.
+        Any state loads under another budget or cost. A state between two windows that was saved
+        without workers loads under another look-ahead, too, and, with `split="none"`, with any
+        number of workers and ranks. So does any state at the beginning of an epoch.
 
         Raises:
             StateError: the state is malformed; or, at the next loop, persistent workers were

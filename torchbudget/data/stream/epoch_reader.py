@@ -55,7 +55,7 @@ class EpochReader(Iterator[Any]):
         at = self.present[0] = self.standing
         try:
             left = iter(()) if at.to_come == 0 else self._batches
-            begun, rounds, (batch, padded_size) = next(left)
+            begun, rounds, (batch, padded_size, _) = next(left)
             collate_fn, self.planned = self._stream._collate_fn, (padded_size, len(batch))
             if collate_fn is not list:  # otherwise the batch is the list of samples itself
                 batch = collated(collate_fn, batch)
