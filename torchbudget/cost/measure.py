@@ -79,7 +79,7 @@ def measure_cost(
     shapes that take the same branches as the trace; concrete traces check it. Loops whose turns are
     alike are traced with two numbers of turns and tested with others. If symbols cannot describe
     the step, some shapes are traced one by one, and others are interpolated. *Running* executes
-    real steps on 4 to 7 batches of up to 0.95 of the budget, and reads the machine's counters:
+    real steps on 3 to 6 batches of up to 0.95 of the budget, and reads the machine's counters:
     resident memory on the CPU; on CUDA the bytes that torch's allocator reserves, and those that
     this process uses outside it (`peak_memory`). "auto" does both: the runs give an offset and a
     scale. On the CPU a run also counts everything else in the process (interpreter, libraries,
