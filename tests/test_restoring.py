@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +18,6 @@ import torch
 from torch import nn
 
 import torchbudget
-from tests.support.training_cases import CASES, Training
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.errors import CostError
 from torchbudget.machine.process_tree import process_memory
@@ -105,14 +107,20 @@ def test_an_open_autocast(method: str, inner: str, warm: bool) -> None:
     assert torch.is_autocast_cache_enabled()
 
 
+class Compiled:
+    """Of a class, attributes are not put back."""
+
+    graphs: ClassVar[list[object]] = []
+
+
 @METHODS
 @pytest.mark.parametrize("compiled", ["module", "in place", "function"])
 def test_what_is_compiled(method: str, compiled: str) -> None:
     """It is compiled after measuring too, and so is anything else; its trace is of eager code."""
-    graphs: list[object] = []
+    Compiled.graphs.clear()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(object())  # numbers would be put back
+        Compiled.graphs.append(graph)
         return graph.forward
 
     def trained(measured: bool) -> list[torch.Tensor]:
@@ -130,11 +138,11 @@ def test_what_is_compiled(method: str, compiled: str) -> None:
             cost = measure(step, method)
             eager = any("traced as eager" in note for note in cost.notes)
             assert eager == (method != "run")
-            assert bool(graphs) == (method != "trace")
+            assert bool(Compiled.graphs) == (method != "trace")
         return steps(step, *model.parameters())
 
     measured = trained(True)
-    assert graphs
+    assert Compiled.graphs
     assert all(map(torch.equal, measured, trained(False)))
 
 
@@ -355,61 +363,6 @@ def test_a_quantized_buffer() -> None:
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
-def everything(training: Training) -> list[Any]:
-    """All that measuring must leave as it was, bit for bit."""
-    found = [t.clone() for t in training.model.state_dict().values()]
-    found += [torch.tensor([part.training for part in training.model.modules()])]
-    found += [p.grad.clone() for p in training.model.parameters() if p.grad is not None]
-    for parameter in training.model.parameters():
-        found += [
-            torch.as_tensor(v).clone() for v in training.optimizer.state.get(parameter, {}).values()
-        ]
-    found += [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]
-    return [*found, torch.tensor(random.getstate()[1])]
-
-
-def same(before: list[Any], after: list[Any]) -> bool:
-    return len(before) == len(after) and all(map(torch.equal, before, after))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize(
-    ("name", "method"), [("encoder, momentum", "trace"), ("images", "auto"), ("heavy", "auto")]
-)
-def test_nothing_is_changed(name: str, warm: bool, method: str) -> None:
-    """Parameters, buffers, gradients, optimizer state and generators are as before, bit for bit.
-
-    Whether the optimizer has stepped before or not, and whether gradients are there or not.
-    """
-    training = CASES[name]()
-    if warm:
-        training.step(training.make_batch(2, training.max_size))
-        for parameter in training.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        training.model.eval()
-    parameters = list(training.model.parameters())
-    before, states = everything(training), len(training.optimizer.state)
-    torch.manual_seed(3)
-    before[-3] = torch.get_rng_state()
-    parameter_bytes = sum(parameter.nbytes for parameter in parameters)
-    budget = process_memory().resident_bytes + 120 * 2**20
-    # The optimizer's own temporaries; at first its two averages too.
-    budget += (3 if warm else 5) * parameter_bytes
-    measure_cost(
-        training.step,
-        training.make_batch,
-        max_size=training.max_size,
-        method=method,
-        budget=budget,
-    )
-    assert same(before, everything(training))
-    assert all(map(lambda a, b: a is b, parameters, training.model.parameters()))
-    assert len(training.optimizer.state) == states
-    loss = training.step(training.make_batch(2, training.max_size))
-    assert torch.isfinite(loss)
-
-
 class Trainer(nn.Module):
     """What a step changes beside parameters: everything that a model may hold."""
 
@@ -447,6 +400,8 @@ class Trainer(nn.Module):
         more = [self.draws.bit_generator.state, self.chance.getstate(), list(self.history)]
         more += [self.schedule.state_dict(), self.scaler.state_dict()]
         more += [len(self.optimizer.state), self.optimizer.param_groups[0]["lr"]]
+        more += [[one.grad, one.requires_grad] for one in self.parameters()]
+        more += [torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()]
         return [[s.tolist() for s in states], repr(more)]
 
 
@@ -457,6 +412,8 @@ def test_everything_in_a_trainer_is_restored(warm: bool, method: str) -> None:
     trainer = Trainer()
     if warm:
         trainer.fit(torch.ones(2, 4, 8))
+        for parameter in trainer.parameters():
+            parameter.grad = torch.ones_like(parameter)
     before = trainer.state()
     calls: list[int] = []
     handle = trainer.layer.register_forward_hook(lambda *_: calls.append(1))
@@ -672,3 +629,60 @@ def test_an_optimizer_that_wraps_another(method: str) -> None:
     step = full_step(model, Wrapping(inner))
     measure(step, method)
     assert not inner.state
+
+
+@dataclass(slots=True)
+class Slotted:
+    """Has no dictionary of attributes."""
+
+    center: torch.Tensor
+
+
+@METHODS
+def test_what_a_step_keeps(method: str) -> None:
+    """Tuples, dictionaries, modules, arrays, slots and gradients of loose tensors are as before."""
+    model, optimizer = network()
+    scale = torch.ones((), requires_grad=True)
+    own = SimpleNamespace(
+        state=None, pair=(torch.zeros(2), 1), nested={"c": [torch.zeros(2)]}, best=None,
+        slotted=Slotted(torch.zeros(2)), mean=np.zeros(3), steps=0,
+    )  # fmt: skip
+    kept: Any = (torch.zeros(1), torch.zeros(1))
+
+    def step(batch: torch.Tensor) -> None:
+        nonlocal kept
+        outputs = model(batch) * scale
+        outputs.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            scale.sub_(0.1 * scale.grad)
+        kept = own.state = (outputs.detach(), outputs.detach())
+        own.pair, own.nested = (outputs.detach(), 2), {"c": [outputs.detach()]}
+        own.best, own.slotted.center = copy.deepcopy(model), outputs.detach()
+        own.mean += 1
+        own.steps += 1
+
+    before = vars(own) | {"slotted": own.slotted.center, "kept": kept}
+    before.pop("steps")
+    measure(step, method)
+    after = vars(own) | {"slotted": own.slotted.center, "kept": kept}
+    assert all(after[name] is value for name, value in before.items())
+    assert own.mean.tolist() == [0, 0, 0]
+    assert scale.grad is None
+    assert scale.item() == 1
+
+
+@METHODS
+def test_storages_can_still_be_resized(method: str) -> None:
+    """As by those who offload parameters by hand."""
+    model, optimizer = network()
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measure(step, method)
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)

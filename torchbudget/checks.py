@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError
 
@@ -71,10 +72,11 @@ def check_call(call: Callable[..., Any], expected: str, *given: Any, **options: 
     except ValueError:  # a function of C's, without a signature
         return
     except TypeError as error:
-        hint = ""
-        if "batch_size" in options:
+        hint, unknown = "", options.keys() - signature(call).parameters.keys()
+        if unknown & signature(DataLoader).parameters.keys():
             hint = "; the budget sets the size of batches: max_batch_size= caps it, and "
-            hint += "samples_per_step= sets the samples of an optimizer step"
+            hint += "samples_per_step= sets the samples of an optimizer step; the order follows "
+            hint += "shuffle= and weights=; other options of a DataLoader go to the DataLoader"
         raise OptionError(f"{error}; expected {expected}{hint}") from None
 
 

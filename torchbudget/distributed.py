@@ -93,15 +93,20 @@ class AskedRanks:
         self._parent = None
         return self._seen
 
+    @property
+    def joined(self) -> bool:
+        """Whether they are several, all of the process group.
+
+        Ranks whose number was given may be others than those of the group.
+        """
+        return self._given == (None, None) and self.now()[0] > 1 and is_distributed()
+
     def have_met(self, what: str) -> bool:
         """Whether this need not be compared with other ranks, or was, since their group was made.
 
-        Nothing need be where their number was given: they may be others than those of the group.
+        Nothing need be where no group joins them.
         """
-        number, _ = self.now()
-        if self._given != (None, None) or number < 2 or not is_distributed():
-            return True
-        return self._met.get(what) is torch.distributed.group.WORLD
+        return not self.joined or self._met.get(what) is torch.distributed.group.WORLD
 
     def note_meeting(self, what: str) -> None:
         """The ranks of the process group have compared this."""

@@ -4,7 +4,8 @@
 TorchBudgetError
 ├── BudgetError          (ValueError)    a budget cannot be read, or leaves no room
 ├── CostError            (ValueError)    invalid coefficients or arguments of a cost
-│   └── CostOverflowError (OverflowError) a cost exceeds 64-bit bytes
+│   ├── CostOverflowError (OverflowError) a cost exceeds 64-bit bytes
+│   └── BatchError                       batches to measure on do not follow n and size
 ├── SizesError           (ValueError)    sizes have a wrong shape, type or sign
 ├── OptionError          (ValueError)    an option, or a combination of options, is invalid
 ├── OversizeError        (ValueError)    one sample alone exceeds the budget
@@ -54,6 +55,10 @@ class CostError(TorchBudgetError, ValueError):
 
 class CostOverflowError(CostError, OverflowError):
     """A cost exceeds what 64-bit bytes can count."""
+
+
+class BatchError(CostError):
+    """`make_batch` or a collate fails or ignores its arguments, so that no step is measured."""
 
 
 class SizesError(TorchBudgetError, ValueError):

@@ -11,8 +11,8 @@ import random
 import shutil
 import tempfile
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
@@ -39,6 +39,7 @@ _NESTED: Final = 4
 _FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 # A larger array is data, not a running sum.
 _ARRAY_BYTES: Final = 2**20
+_WRITTEN_BYTES: Final = 2**26  # at once
 
 _HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -52,11 +53,8 @@ _DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
 class AccumulatesGradients(Protocol):
     """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
 
-    def single_steps(self) -> AbstractContextManager[None]:
-        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
-
-    def no_steps(self) -> AbstractContextManager[None]:
-        """Let no micro-batch inside end a step, and forget all of them at the end."""
+    def measured(self, *, steps: bool) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, or let none end a step; forget all."""
 
     def has_several(self) -> bool:
         """Return whether steps have several micro-batches."""
@@ -247,16 +245,6 @@ class TrainingState:
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
-    def modes(self) -> Callable[[], None]:
-        """Return a function that puts all modules back into the mode that they are in."""
-        modes = [(part, part.training) for part in self.parts()]
-
-        def put_back() -> None:
-            for part, training in modes:
-                part.training = training
-
-        return put_back
-
     def rewind(self) -> None:
         """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
         for container, items in self._of_helpers:
@@ -281,17 +269,15 @@ class TrainingState:
 
     def bytes_by_kind(self) -> dict[str, float]:
         """Bytes of all tensors but dense gradients; infinite for a graph that gradients keep."""
-        found = {"tensors in attributes, lists or closures": 0.0, "sparse gradients": 0.0}
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        for gradient in gradients:
-            if gradient.layout in SPARSE:
-                found["sparse gradients"] += part_bytes(gradient)
-            if gradient.grad_fn is not None:
+        found: dict[str, float] = defaultdict(float)
+        gradients = {id(p.grad) for p in self.parameters()}
+        for one in {id(one): one for one in [*self.tensors(), *self._loose]}.values():
+            if id(one) not in gradients:
+                found["tensors in attributes, lists or closures"] += part_bytes(one)
+            elif one.grad_fn is not None:
                 found["gradients that keep their graph, by create_graph=True"] = math.inf
-        others = {id(one): one for one in [*self.tensors(), *self._loose]}
-        for gradient in gradients:
-            others.pop(id(gradient), None)
-        found["tensors in attributes, lists or closures"] += sum(map(part_bytes, others.values()))
+            elif one.layout in SPARSE:
+                found["sparse gradients"] += part_bytes(one)
         return found
 
     def _saved(self) -> list[tuple[Any, Any]]:
@@ -331,12 +317,12 @@ class TrainingState:
         # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
         self._aliases = [(one, one.detach()) for one in tensors]
         self._of_helpers = _copies_of(self._helpers)
-        gradients = [(p, p.grad) for p in self.parameters()]
+        gradients = [(one, one.grad) for one, _ in flags]
         always = self._saved()
         users = [(one, copy.copy(one)) for one in self._containers]
         books = [(one, copy.copy(one)) for one in self._books]
-        arrays = [(one, one.copy()) for one in self._arrays if not contents]
-        slots = [(one, _slots_of(one)) for one in self._slotted if not contents]
+        arrays = [(one, one.copy()) for one in self._arrays]
+        slots = [(one, _slots_of(one)) for one in self._slotted]
         names = [(one, one.value) for function in self._functions for one in _names_of(function)]
         written = [alias for _, alias in self._aliases if contents]
         with copied(written) as put_back, _measuring(), ExitStack() as stack:
@@ -346,35 +332,51 @@ class TrainingState:
             for generator in self._generators:
                 stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
-                stack.enter_context(accumulator.single_steps())
+                stack.enter_context(accumulator.measured(steps=True))
             try:
                 yield
             finally:
                 for container, items in always:
                     _refill(container, items)
-                for container, items in [*users, *books] if contents else books:
+                for container, items in books:
                     if _tensors_in(container) != _tensors_in(items):
                         _refill(container, items)
-                for container, items in [] if contents else users:
-                    _refill(container, items)
+                for container, items in users:
+                    if not contents or _objects_in(container) != _objects_in(items):
+                        _refill(container, items)
                 for name, value in names:
-                    if name.value is not value and (not contents or _tensors_in([name.value])):
+                    if name.value is not value and not (contents and _counts(name.value, value)):
                         name.value = value
                 for array, values in arrays:
                     array[...] = values
                 for one, attributes in slots:
                     for key, value in attributes.items():
-                        if getattr(one, key, None) is not value:
+                        now = getattr(one, key, None)
+                        if now is not value and not (contents and _counts(now, value)):
                             object.__setattr__(one, key, value)
                 for tensor, alias in self._aliases:
                     if _place_of(tensor) != _place_of(alias):
                         tensor.data = alias
                 for tensor, needs_gradient in flags:
                     tensor.requires_grad_(needs_gradient)
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
+                for leaf, gradient in gradients:
+                    leaf.grad = gradient
                 put_back()
                 self._aliases = []
+
+
+def modes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that puts the parts of modules back into the modes that they are in."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+
+    def put_back() -> None:
+        for part, training in modes.items():
+            if part.training != training:
+                part.train(training)
+        for part, training in modes.items():
+            part.training = training  # of a part of several modules, which the last one has changed
+
+    return put_back
 
 
 @contextmanager
@@ -433,6 +435,15 @@ def _nested_copies(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]
 
 def _tensors_in(container: Any) -> list[int]:
     return [id(one) for one in _values_of(container) if isinstance(one, torch.Tensor)]
+
+
+def _counts(*values: object) -> bool:
+    """Whether values are numbers or text, with which a step counts."""
+    return all(isinstance(one, (int, float, complex, str, bytes, types.NoneType)) for one in values)
+
+
+def _objects_in(container: Any) -> list[int]:
+    return [id(one) for one in _values_of(container) if not _counts(one)]
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -502,7 +513,9 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     with tempfile.TemporaryFile() as file:
         for tensor in tensors:
             values = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            values.view(torch.uint8).numpy().tofile(file)
+            for part in values.view(torch.uint8).split(_WRITTEN_BYTES):
+                # NumPy makes a storage whose size cannot be changed any more: not the user's.
+                part.clone().numpy().tofile(file)
 
         @torch.no_grad()
         def put_back() -> None:

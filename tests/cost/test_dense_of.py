@@ -1,15 +1,13 @@
 """What a module needs, by its trace on fake tensors, against real steps."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.live_bytes import LiveBytes
 from torchbudget.cost.dense import DenseCost
 from torchbudget.errors import CostError
 
@@ -95,34 +93,6 @@ def predict(name, module=None, **options):
     )
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made under it took at once, each storage counted once."""
-
-    def __init__(self, existing):
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = {id(tensor.untyped_storage()) for tensor in existing}
-        self.watched = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if id(storage) not in self.known:
-                    self.known.add(id(storage))
-                    self.live += storage.nbytes()
-                    self.watched.append(
-                        weakref.finalize(storage, self.free, id(storage), storage.nbytes())
-                    )
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def free(self, key, num_bytes):
-        self.known.discard(key)
-        self.live -= num_bytes
-
-
 def real_peak(name, n, make_optimizer):
     """Live tensor bytes at the peak of a real step on a CPU, the third one."""
     make, inputs, targets = CASES[name]
@@ -133,7 +103,9 @@ def real_peak(name, n, make_optimizer):
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         existing = [*module.parameters(), *module.buffers(), *gradients]
         existing += [t for t in states if isinstance(t, torch.Tensor) and t.dim()]
-        with Peak(existing) as peak:
+        with LiveBytes("cpu") as live:
+            for tensor in existing:
+                live.count(tensor)
             batch = [torch.zeros((n, *shape), dtype=dtype) for shape, dtype in inputs]
             target = [torch.zeros((n, *shape), dtype=dtype) for shape, dtype in targets]
             output = module(*batch)
@@ -143,7 +115,7 @@ def real_peak(name, n, make_optimizer):
             module.cached = None
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-    return peak.peak + sum(t.numel() * t.element_size() for t in existing)
+    return max(live.history)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -50,7 +50,7 @@ def measured(step: Callable[[torch.Tensor], None], method: Any) -> MeasuredCost:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_layers_that_are_dropped(name: str) -> None:
     """No trace is exact."""
-    with pytest.raises(CostError, match="draws of a generator outside torch"):
+    with pytest.raises(CostError, match="draws from a generator outside torch"):
         trace_peak_bytes(step_of(GENERATORS[name]), torch.ones(5, 33, 32))
 
 
@@ -81,3 +81,53 @@ def test_such_a_step_is_run_several_times(method: str) -> None:
     whole = measured(step_of(lambda: 0.0), "auto")
     for n in (50, 200):
         assert cost.batch_bytes(n, 60) > 0.8 * whole.batch_bytes(n, 60)
+
+
+@pytest.mark.parametrize("read", [lambda draw: draw < 0.8, lambda draw: draw.item() < 0.8])
+def test_values_that_torch_draws_count_with_what_takes_more(read: Callable[[Any], bool]) -> None:
+    """As of layers that are each left out with a chance: the bytes are those of all layers."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def made(keeps: Callable[[], bool]) -> Callable[[torch.Tensor], None]:
+        def step(batch: torch.Tensor) -> None:
+            for layer in model:
+                if keeps():
+                    batch = layer(batch).relu()
+            (batch.mean() + 0 * model[0].weight.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def make_batch(n: int, size: int) -> torch.Tensor:
+        return torch.zeros(n, size, 32)
+
+    some, every = made(lambda: read(torch.rand(()))), made(lambda: True)
+    found, expected = (
+        measure_cost(one, make_batch, max_size=64, method="trace") for one in (some, every)
+    )
+    assert found.traced_bytes(50, 64) == expected.traced_bytes(50, 64)
+    assert found.label(50, 64) == expected.label(50, 64) == "exact"
+    assert any("reads" in note for note in found.notes)
+    assert trace_peak_bytes(some, make_batch(50, 64)) == expected.traced_bytes(50, 64)
+
+
+def test_a_step_that_guards_against_a_loss_that_is_not_finite() -> None:
+    """What would skip the backward takes less, and does not count."""
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def made(guarded: bool) -> Callable[[torch.Tensor], None]:
+        def step(batch: torch.Tensor) -> None:
+            loss = model(batch).relu().mean()
+            if guarded and (loss.isnan() or loss.item() > 1e9):
+                return
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    peaks = [trace_peak_bytes(made(guarded), torch.zeros(500, 32)) for guarded in (True, False)]
+    assert peaks[0] == pytest.approx(peaks[1], abs=256)

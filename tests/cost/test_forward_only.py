@@ -102,8 +102,7 @@ def test_a_module_in_training_mode_is_warned_of() -> None:
     with pytest.raises(CostError, match=r"step must be a function .* got Linear in training mode"):
         measure_cost(model, make_batch, max_size=50, method="trace")
     with pytest.warns(MeasureWarning, match="training mode"):
-        cost = measure_cost(model.forward, make_batch, max_size=50, method="trace")
-    assert any("was in training mode" in note for note in cost.notes)
+        measure_cost(model.forward, make_batch, max_size=50, method="trace")
 
 
 def test_a_criterion_in_training_mode_is_not() -> None:

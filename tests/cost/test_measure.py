@@ -98,18 +98,3 @@ def test_packed_batches_are_measured() -> None:
     budget = 20 * 2**20
     for batch in MemoryBudgetBatchSampler(sizes, packed, budget):
         assert trace_peak_bytes(step, batch_of(sizes[batch].tolist())) <= budget
-
-
-def test_the_bar_counts_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each trace, of symbols or of numbers."""
-    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
-    updates: list[float] = []
-
-    class Bar(tqdm_auto.tqdm):
-        def update(self, n: float = 1) -> None:
-            updates.append(n)
-
-    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
-    training = CASES["heavy"]()
-    cost = measure_cost(training.step, training.make_batch, max_size=64, method="trace")
-    assert updates == [1] * (len(cost.pieces) + len(cost.probes))

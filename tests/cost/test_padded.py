@@ -131,17 +131,6 @@ def test_capacity_is_exact_at_the_boundary(case: Any, n: int, off: int) -> None:
     assert int(cost.capacity(size, budget)) == expected
 
 
-@given(cost_and_size(most=10**6, strategy=adversarial_costs), st.integers(0, 2**50))
-def test_capacity_fits_and_one_more_does_not(case: Any, budget: int) -> None:
-    """`batch_bytes(capacity)` is within the budget, and one sample more is over it."""
-    cost, size = case
-    n = int(cost.capacity(size, budget))
-    assert n >= 0
-    if n:
-        assert int(cost.batch_bytes(n, size)) <= budget
-    assert int(cost.batch_bytes(n + 1, size)) > budget
-
-
 def test_the_floor() -> None:
     """Below the floor nothing fits, however small; at it, all that the formula lets in."""
     cost = PaddedCost(fixed_bytes=10, unit_bytes=1, floor_bytes=100)

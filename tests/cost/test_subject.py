@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.training_cases import CASES
@@ -23,20 +22,6 @@ def test_make_batch_that_ignores_what_it_is_asked_for(ignored: str) -> None:
 
     with pytest.raises(CostError, match="make_batch must return n samples"):
         measure_cost(training.step, make_batch, max_size=128, budget="1GiB")
-
-
-@pytest.mark.parametrize("multiple", [1, 8, 100])
-@pytest.mark.parametrize("max_size", [1, 7, 4096, (30, 700), (5, 60, 7000)])
-def test_every_shape_is_of_the_domain(max_size: Any, multiple: int) -> None:
-    """Multiples of the size multiple, from the smallest to the largest rounded up."""
-    domain = Domain.of(max_size, multiple)
-    shapes = domain.draw(50, 64)
-    sizes = np.concatenate([shapes[:, 1:], [domain.between(0.65)]])
-    assert ((sizes >= domain.smallest) & (sizes <= domain.largest)).all()
-    assert not (sizes % multiple).any()
-    assert (shapes[:, 0].min(), shapes[:, 0].max()) == (1, 64)
-    assert (domain.between(0), domain.between(1)) == (domain.smallest, domain.largest)
-    assert {len(shape) for shape in domain.recipe_shapes()} == {1 + domain.axes}
 
 
 def test_sizes_of_the_data_set_are_measured() -> None:

@@ -1,11 +1,12 @@
-"""Batches that are dealt to ranks, under loaders of Accelerate that deal them again.
+"""Batches that are dealt to ranks, under loaders of Accelerate that deal them again, and of Fabric.
 
-Its other settings are rows of `tests/integrations/test_frameworks.py`.
+Other settings of Accelerate are rows of `tests/integrations/test_frameworks.py`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.samplers import LENGTHS
 needs_accelerate = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
 )
-pytestmark = [pytest.mark.distributed, pytest.mark.peer, needs_accelerate]
+pytestmark = [pytest.mark.distributed, pytest.mark.peer]
 
 SCRIPT = """
 import json, sys
@@ -59,7 +60,41 @@ if ranks > 1:  # every process raises, before a worker starts, which would run t
 (folder / f"{rank}.json").write_text(json.dumps(outcomes))
 """
 
+FABRIC = """
+import json, sys
+from itertools import chain
+from pathlib import Path
+from lightning.fabric import Fabric
+from tests.integrations.cells import loader_of
+from torchbudget.errors import OptionError
 
+fabric = Fabric(accelerator="cpu", devices=int(sys.argv[2]))
+fabric.launch()
+found = []
+for source in ("sampler", "stream"):
+    loader = loader_of(source, 2)
+    dealt = loader.dataset if source == "stream" else loader.batch_sampler
+    try:
+        dealt.tracked(fabric.setup_dataloaders(loader, use_distributed_sampler=False))
+    except OptionError as error:
+        batches = map(fabric.to_device, dealt.tracked(loader))
+        found.append([str(error), [*chain(*(batch["ids"].tolist() for batch in batches))]])
+Path(sys.argv[1], f"{fabric.global_rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="it is not installed")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loader_of_fabric(ranks: int, tmp_path: Path) -> None:
+    """A tracked loop names it; the `DataLoader` inside yields each sample once, over all ranks."""
+    for of_ranks in zip(*run_ranks(FABRIC, tmp_path, ranks, ranks), strict=True):
+        assert sorted(chain(*(samples for _, samples in of_ranks))) == list(range(203))
+        for told, _ in of_ranks:
+            assert "_FabricDataLoader; of a wrapper, such as Fabric's, pass the DataLoader" in told
+
+
+@needs_accelerate
 @pytest.mark.slow
 def test_a_stream_that_is_dealt_twice_is_refused(tmp_path: Path) -> None:
     """On each rank the first `iter` names what deals again."""
@@ -70,6 +105,7 @@ def test_a_stream_that_is_dealt_twice_is_refused(tmp_path: Path) -> None:
             assert f"split over 2 ranks already, and accelerate's {name}" in message
 
 
+@needs_accelerate
 def test_one_process_deals_nothing(tmp_path: Path) -> None:
     """There `prepare` is right as it is."""
     (found,) = run_ranks(SCRIPT, tmp_path, 1, LENGTHS.tolist())

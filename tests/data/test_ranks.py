@@ -152,6 +152,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("stream, look_ahead", "look_ahead: "),
         ("stream, epoch", "epoch: 0 on rank 0, 1 on rank 1"),
         ("stream, plain", "window: 64 on rank 0, 65 on rank 1"),
+        ("stream, 1 and 2 workers", "the number of workers (at least 1): 1 on rank 0, 2 on rank 1"),
+        ("stream, 1 and 2 workers of shards", "the number of workers (at least 1): 1 on rank 0"),
+        ("stream, the host's look-ahead", "look_ahead: 250000000 on rank 0, 125000000 on rank 1"),
+        ("stream, unequal later", "the number of workers (at least 1): 2 on rank 0, 3 on rank 1"),
     ],
 )
 def test_what_differs_is_an_error_on_every_rank(
@@ -177,7 +181,15 @@ def test_other_samples_are_an_error_on_every_rank(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "case",
-    ["same", "agreed", "stream, agreed", "stream, same", "stream, same, out of order"],
+    [
+        "same",
+        "agreed",
+        "stream, agreed",
+        "stream, same",
+        "stream, same, out of order",
+        "stream, same, with a worker and without",
+        "stream, parts of a look-ahead",
+    ],
 )
 def test_ranks_that_agree_share_all_samples(outcomes: list[dict[str, Any]], case: str) -> None:
     """Each sample comes once, on equal numbers of batches, under the smallest budget."""

@@ -9,17 +9,24 @@ import pickle
 from collections import Counter
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
 from tests.support.sampler_cases import check_state_size
 from tests.support.samplers import LENGTHS, counted, sampler_of
-from torchbudget import PackedCost, PaddedCost
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudgetBatchSampler,
+    PackedCost,
+    PaddedCost,
+)
 from torchbudget.errors import StateError, StateMismatchError
 
 
@@ -45,6 +52,27 @@ def test_a_state_is_plain_and_shares_nothing() -> None:
     assert one.state_dict() == before
     other.load_state_dict(one.state_dict())
     assert list(one) == list(other)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int32])
+def test_numpys_integers_leave_no_trace_in_a_state(kind: Any, tmp_path: Path) -> None:
+    """Of sampler and stream: JSON takes it, and `torch.load` with `weights_only`."""
+    options: Any = {
+        "seed": kind(3), "num_replicas": kind(2), "rank": kind(1), "window": kind(50),
+        "max_batch_size": kind(20), "batch_size_multiple": kind(2), "size_multiple": kind(2),
+    }  # fmt: skip
+    lists = [[0] * length for length in LENGTHS]
+    made = [partial(MemoryBudgetBatchSampler, LENGTHS)]
+    made += [partial(BudgetedIterableDataset, [lists], size=len, collate_fn=list, threads=kind(1))]
+    for make in made:
+        for batches in (None, kind(5)):
+            source: Any = make(PaddedCost(unit_bytes=1), 4000, batches_per_epoch=batches, **options)
+            source.set_epoch(kind(1))
+            for _ in zip(range(3), source, strict=False):
+                state = source.state_dict()
+                assert as_json(state) == json.loads(json.dumps(state))
+                torch.save(state, tmp_path / "state.pt")
+                assert torch.load(tmp_path / "state.pt", weights_only=True) == state
 
 
 @pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 60}, {"drop_last": True}], ids=str)

@@ -300,3 +300,18 @@ def test_batches_as_planned_are_not_looked_at() -> None:
         batch = Counted(sizes[indices])
         check.compare(batch, batch.padded_size, indices)
         assert batch.reads == (start < 1024)
+
+
+def test_a_substituted_sample_is_named_in_its_own_batch() -> None:
+    """A long one in place of a broken one: told with the first batch over the budget."""
+    rng = np.random.default_rng(0)
+    sizes = lengths_of(rng, 3000)
+    lengths = sizes.copy()
+    lengths[rng.permutation(3000)[:60]] = 400
+    sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 6000)
+    loader = torch.utils.data.DataLoader(
+        texts(lengths), batch_sampler=sampler, collate_fn=PadCollate()
+    )
+    over = (batch for batch in sampler.tracked(loader) if batch["ids"].numel() > 6000)
+    with pytest.warns(OtherSizesWarning, match="has a length of 400, but its size is"):
+        next(over)

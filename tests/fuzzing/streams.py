@@ -3,21 +3,24 @@
 What must hold: over all workers of all ranks each sample comes as often as its transforms make it;
 all ranks have as many batches; none is over the budget; what failed and was begun again from the
 last state yields the rest of what would have come; the rest after a window's boundary is complete
-on any number of workers and ranks.
+on any number of workers and ranks; the rest after any batch is complete under another cost; ranks
+with unequal numbers of workers are refused.
 """
 
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.fuzzing.faults import FUSE, Fault, Killed, drawn
 from tests.support.oracles import bytes_of
@@ -28,7 +31,9 @@ from tests.support.strategies import problems
 from tests.support.streams import KINDS, OneProcess, size_of, source_of, workers_of
 from torchbudget import BudgetedIterableDataset, best_shapes, transforms
 from torchbudget.checks import shape_of
+from torchbudget.data.same_on_ranks import _raise_difference
 from torchbudget.data.stream.cursor import WorkerSlot
+from torchbudget.errors import OtherNumbersWarning, RankError
 
 EPOCHS = 2
 
@@ -123,6 +128,7 @@ class StreamCase:
         fuse: str = "",
         budget: int = 0,
         ranks: int = 0,
+        rules: dict[str, Any] | None = None,
     ) -> Any:
         """One process of a rank: the stream itself where the rank has no other."""
         functions = [TRANSFORMS[name][0] for name in self.names]
@@ -130,6 +136,7 @@ class StreamCase:
         source, ranks = source_of(self.kind, self.sizes, self.cuts), ranks or self.ranks
         options = self.options | {"transforms": functions, "num_replicas": ranks, "rank": rank}
         options["collate_fn"] = fused if fuse == "collate" else list
+        options |= rules or {}
         stream = process = BudgetedIterableDataset(
             source, self.cost, budget or self.budget, **options
         )
@@ -168,11 +175,17 @@ class StreamCase:
         They can be where all ranks read the whole, and every micro-batch has room for two.
         """
         even = two_fit(self.sizes, self.cost, self.budget, self.options)
-        even &= self.kind in ("iterable", "map") and "look_ahead" not in self.options
+        even &= self.kind in ("iterable", "map")
+        # One sample for each rank has to fit; a small one takes some 500 bytes.
+        even &= self.options.get("look_ahead", 10**9) >= 1000 * ranks
         even &= "max_shapes" not in self.options and samples >= ranks and self.oversize == "raise"
         even &= not self.names and workers == 1
         is_empty = "batches_per_epoch" in self.options or not self.expected()
-        return {" ranks": ranks > 1 and not even, "the source has no samples": is_empty}
+        return {
+            " ranks": ranks > 1 and not even,
+            "the source has no samples": is_empty,
+            "drop_last=True drops all": self.options["drop_last"],
+        }
 
     def expected(self) -> Counter[int]:
         """How often each sample is to come."""
@@ -212,12 +225,17 @@ class StreamCase:
 def check(chance: random.Random, folder: Path) -> Counter[str]:
     """Whole epochs; a process that fails and goes on; the rest in other processes."""
     case, told = StreamCase(chance), Counter[str]()
+    if case.options["drop_last"]:  # a worker of few samples may drop all of them
+        warnings.simplefilter("ignore", OtherNumbersWarning)
     for epoch in range(EPOCHS):
         ranks = case.batches(case.ranks, case.workers, len(case.sizes), epoch=epoch)
         case.check_epoch(ranks)
         told["batches"] += sum(len(worker) for rank in ranks for worker in rank)
     rank, worker = chance.randrange(case.ranks), chance.randrange(case.workers)
     told += faults(case, rank, worker, ranks[rank][worker])
+    told += unequal(case)
+    if "batches_per_epoch" not in case.options and case.expected():
+        told += remeasured(case)
     goes_on = "batches_per_epoch" not in case.options and case.kind in ("iterable", "map", "shards")
     if goes_on and case.expected():
         told += elsewhere(case)
@@ -246,6 +264,59 @@ def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counte
     return told
 
 
+def unequal(case: StreamCase) -> Counter[str]:
+    """What `tracked` compares on ranks differs where their numbers of workers do."""
+    numbers = [case.chance.choice([1, 2, 3]) for _ in range(case.ranks)]
+    streams = [case.process(rank, 0, 1) for rank in range(case.ranks)]
+    facts = [one._dealing(one._slot(workers=n)) for one, n in zip(streams, numbers, strict=True)]
+    if case.apart or len(set(numbers)) == 1:
+        return Counter()
+    with pytest.raises(RankError, match="the number of workers"):
+        _raise_difference(facts)
+    return Counter(unequal=1)
+
+
+def remeasured(case: StreamCase) -> Counter[str]:
+    """One worker of every rank, stopped after any batch, goes on under other rules; and again."""
+    chance, state, rules = case.chance, None, dict[str, Any]()
+    worker, budget, told = chance.randrange(case.workers), case.budget, Counter[str]()
+    taken, whole = Counter[str](), Counter[str]()
+    ranks = [chance.randrange(case.ranks)] if case.apart else [*range(case.ranks)]
+    for stage in range(3):
+        options = {"state": state, "budget": budget, "rules": rules}
+
+        def resumed(options: Any = options) -> list[Any]:
+            return [case.process(rank, worker, case.workers, **options) for rank in ranks]
+
+        left = 0 if stage else len(case.sizes)
+        reasons = case.reasons(case.ranks, case.workers, left)
+        try:
+            rest = accepted(lambda: [list(one) for one in resumed()], reasons)
+        except Refused as refused:
+            return told + Counter({f"refused under another cost: {refused}": 1})
+        everything = [batch for rank in rest for batch in rank]
+        case.check_batches(everything, budget)
+        came = Counter(map(repr, chain.from_iterable(everything)))
+        assert len(set(map(len, rest))) == 1, "numbers of batches of the ranks"
+        whole = whole or came
+        if case.options["drop_last"]:
+            assert taken + came <= whole or stage, "samples come too often"
+        else:
+            assert taken + came == whole, "the samples differ under another cost"
+        running, stop = resumed(), chance.randint(0, len(rest[0]))
+        for one, batches in zip(running, rest, strict=True):
+            assert [*islice(one, stop)] == batches[:stop], "resumed is not as uninterrupted"
+            taken.update(map(repr, chain.from_iterable(batches[:stop])))
+        state = running[0].state_dict()
+        if state["epoch"] or not whole:
+            break
+        told["remeasured"] += 1
+        budget = case.budget * (1 if case.oversize == "skip" else chance.choice([1, 2, 3]))
+        most = chance.randint(1, case.options.get("max_batch_size", 20))
+        rules = {} if "max_shapes" in case.options else {"max_batch_size": most}
+    return told
+
+
 def next_of(batches: Any, *, again: bool) -> Any:
     """The next batch, or `None`; where a collate fails, perhaps after it was asked for again."""
     try:
@@ -261,6 +332,10 @@ def elsewhere(case: StreamCase) -> Counter[str]:
     chance, taken = case.chance, list[list[Any]]()
     stream = case.process(0, 0, 1, ranks=1)
     states = [(0, stream.state_dict())]
+    try:
+        accepted(lambda: list(case.process(0, 0, 1, ranks=1)), case.reasons(1, 1, len(case.sizes)))
+    except Refused as refused:
+        return Counter({f"refused alone: {refused}": 1})
     for batch in stream:
         taken.append(batch)
         state = stream.state_dict()

@@ -18,10 +18,18 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
+from tests.support.masked_models import TakesMask, TakesNone, step_of
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from torchbudget import loader, predict
-from torchbudget.errors import BudgetError, CollateError, CostError, OptionError, SizesError
+from torchbudget.errors import (
+    BatchError,
+    BudgetError,
+    CollateError,
+    CostError,
+    OptionError,
+    SizesError,
+)
 from torchbudget.host import loader as loaders
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(2.5, 0.7, 60), 2, 60).astype(int).tolist()
@@ -107,6 +115,25 @@ def step(batch: Any) -> None:
     torch.stack([MODEL(one.float()[..., None]).square().mean() for one in values]).sum().backward()
     OPTIMIZER.step()
     OPTIMIZER.zero_grad()
+
+
+def first_words(some: list[str]) -> Tensor:
+    return padded([torch.ones(min(len(text.split()), 4)) for text in some])
+
+
+def without_labels(some: list[Any]) -> dict[str, Tensor]:
+    return {"ids": padded([one["ids"] for one in some])}
+
+
+def reads_labels(batch: Any) -> None:
+    step([batch["ids"], batch["labels"]])
+
+
+def halved(batch: Any) -> None:
+    """As a U-Net does: two adjacent elements become one, and two again."""
+    x = batch.data
+    half = nn.functional.avg_pool1d(x[:, None], 2)
+    step([x[:, None] + nn.functional.interpolate(half, scale_factor=2)])
 
 
 @pytest.fixture
@@ -282,7 +309,64 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "both": (
         OptionError,
         "leave collate_fn out",
-        lambda: loader(dicts(), step, 9, tokenizer=TOKENIZER, collate_fn=padded),
+        lambda: loader([{"input_ids": [3]}], step, 9, tokenizer=TOKENIZER, collate_fn=padded),
+    ),
+    "texts in a column": (
+        OptionError,
+        r"tokenizer= takes texts, or samples with 'input_ids'.* dataset\['text'\]",
+        lambda: loader([{"text": "ab"}] * 9, step, 9, tokenizer=TOKENIZER),
+    ),
+    "another tokenizer's samples": (
+        OptionError,
+        "tokenizer= takes texts, or samples with 'input_ids', got",
+        lambda: loader([("ab", 1)] * 9, step, 9, tokenizer=TOKENIZER),
+    ),
+    "tokenized by the collate": (
+        BatchError,
+        "A collate_fn of loader that tokenizes needs size=.* pass tokenizer=",
+        lambda: loader(["ab " * n for n in LENGTHS], step, "2GiB", collate_fn=first_words),
+    ),
+    "a field that the collate drops": (
+        CostError,
+        "KeyError: 'labels'.* or the collate_fn of loader, must give all fields",
+        lambda: loader(dicts(labels=ids), reads_labels, "2GiB", collate_fn=without_labels),
+    ),
+    "a field that the collate misses": (
+        BatchError,
+        "or the collate_fn of loader, raised KeyError",
+        lambda: loader(
+            dicts(), step, "2GiB", collate_fn=lambda some: padded([one["x"] for one in some])
+        ),
+    ),
+    "odd images in a U-Net": (
+        CostError,
+        "size of tensor .* U-Net .* size_multiple=",
+        lambda: loader([torch.ones(n) for n in LENGTHS], halved, "2GiB"),
+    ),
+    "seconds": (
+        SizesError,
+        "0.5 has no length; .* an int: of seconds, the number of frames",
+        lambda: loader([{"x": ids(3), "seconds": 0.5}], step, 9, size="seconds"),
+    ),
+    "seconds by a function": (
+        SizesError,
+        "expected an int: of seconds, the number of frames.* got 0.5",
+        lambda: loader([ids(3)], step, 9, size=lambda _: 0.5),
+    ),
+    "seconds as sizes": (
+        SizesError,
+        "expected integer sizes.* of seconds, count frames",
+        lambda: tb.plan_step([0.5, 1.5], TOKENS, 9),
+    ),
+    "sampler": (
+        OptionError,
+        "'sampler'; expected loader.* shuffle= and weights=",
+        lambda: loader(dicts(), TOKENS, 99, sampler=None),
+    ),
+    "a loader's option of a sampler": (
+        OptionError,
+        "'pin_memory'; .* other options of a DataLoader go to the DataLoader",
+        lambda: ANY.MemoryBudgetBatchSampler([3], TOKENS, 9, pin_memory=True),
     ),
     "batch size": (
         OptionError,
@@ -440,6 +524,9 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     made = loader(given, TOKENS, 99, num_workers=1, prefetch_factor=3, timeout=60)
     assert (made.prefetch_factor, made.timeout) == (3, 60)
+    generator = torch.Generator()
+    assert loader(dicts(), TOKENS, 99, generator=generator).generator is generator
+    assert not loader(dicts(), TOKENS, 99, in_order=False, num_workers=1).in_order
     assert sum(len(batch) for batch in made.batch_sampler) == len(dicts())
     assert "the budget sets it; so is drop_last" in capfd.readouterr().err
     with pytest.raises(OptionError, match="host bytes choose prefetch_factor: leave it out"):
@@ -449,6 +536,57 @@ def test_options_and_workers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "\nhost   num_workers=1, prefetch_factor=8" in capfd.readouterr().err
     loader(ROWS, TOKENS, 99)
     assert "sizes  2 samples of 3 to 5\n" in capfd.readouterr().err
+
+
+def ids_and_tags(*masked: str) -> list[dict[str, Tensor]]:
+    names = ("input_ids", "tags", "labels", *masked)
+    return [{name: torch.full((n,), 9) for name in names} for n in (3, 9, 4, 8, 1, 9)]
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("config", "token"), [({"pad_token_id": 7}, 7), ({}, 0)])
+def test_a_mask_for_a_model_that_takes_one(
+    config: Any, token: int, compiled: bool, traced: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is in measured batches too, ids are padded as the model says, and the summary says so."""
+    model = TakesMask(**config)
+    outer: Any = torch.compile(model, backend="eager") if compiled else model
+
+    def call(batch: Any) -> Any:
+        assert "attention_mask" in batch
+        return outer(**batch)
+
+    with torch.compiler.set_stance("force_eager"):
+        (batch,) = loader(ids_and_tags(), step_of(model, call), "1GiB", shuffle=False)
+    assert batch["attention_mask"].sum(1).tolist() == batch.lengths.tolist()
+    padding = batch["attention_mask"] == 0
+    assert {*batch["input_ids"][padding].tolist()} == {token}
+    told = f"\npads   'input_ids' with {token}, 'tags' with 0, 'labels' with -100, 'attention_mask'"
+    printed = capfd.readouterr().err
+    assert told in printed
+    assert "the step must pass 'attention_mask' to the model" in printed
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
+@pytest.mark.parametrize("kind", ["in the data", "model of its own", "a cost", "a collate"])
+def test_no_mask_is_made(kind: str, traced: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of data with one, for another model, or by the user's collate; what pads fields is told."""
+    model = TakesNone() if kind == "model of its own" else TakesMask(pad_token_id=7)
+    step = step_of(model, lambda batch: model(batch["input_ids"]))
+    data = ids_and_tags(*["attention_mask"] * (kind == "in the data"))
+    options = (
+        {"collate_fn": tb.PadCollate(padding_value={"tags": -1})} if kind == "a collate" else {}
+    )
+    cost: Any = TOKENS if kind == "a cost" else step
+    (batch,) = loader(data, cost, "1GiB", **options)
+    assert ("attention_mask" in batch) is (kind == "in the data")
+    assert 7 not in batch["input_ids"]
+    tags = -1 if kind == "a collate" else 0
+    told = f"pads   'input_ids' with 0, 'tags' with {tags}, 'labels' with -100"
+    printed = capfd.readouterr().err
+    assert told in printed
+    assert "must pass" not in printed
 
 
 def test_a_batch_of_more_elements_than_planned_raises() -> None:

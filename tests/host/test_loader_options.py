@@ -8,6 +8,7 @@ import pickle
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchbudget as tb
 from tests.support.memory_groups import SHM
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.host.options import LoaderOptions, host_bytes
 from torchbudget.random_state import RandomState
@@ -168,7 +171,7 @@ def test_a_loader_with_options_of_ones_own_can_be_asked_about() -> None:
     needs = host_bytes(DataLoader(of_one, batch_size=None, num_workers=2))
     assert needs.shared_bytes == int(1.06 * 6 * 32768)  # six batches in whole pages, and a margin
     assert "total" in str(needs)
-    with pytest.raises(OptionError, match="yields no batch"):
+    with pytest.raises(OptionError, match="drop_last=True drops all"):
         host_bytes(DataLoader(of_none, batch_size=None))
     for wrong in (DataLoader(TensorDataset(torch.zeros(64, 9)), 8), SIZES):
         with pytest.raises(OptionError, match="must come from a MemoryBudgetBatchSampler"):
@@ -227,3 +230,14 @@ def test_a_cache_counts_as_if_it_is_full() -> None:
     del cache, loader
     plain = DataLoader(dataset, batch_sampler=sampler(), collate_fn=tb.PadCollate())
     assert full not in dict(host_bytes(plain).parts)
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_data_get_equal_numbers_of_workers(tmp_path: Path) -> None:
+    """The smallest of any rank; what fails on one fails on all. Ranks given by hand are alone."""
+    first, second = run_ranks(script("planning.workers_of_ranks"), tmp_path, 2)
+    assert (first[0], second[0]) == (1, 1)
+    assert first[1] == "another rank, where no more workers fit"
+    assert (first[2], second[2]) == (2, 1)
+    assert first[3].startswith("RankError: rank 1 failed, see its traceback: BudgetError")
+    assert second[3].startswith("BudgetError: even without workers")

@@ -168,7 +168,7 @@ def test_what_a_collate_concatenates_is_planned_as_a_sum(case: str, traced: None
 )  # fmt: skip
 def test_what_does_not_show_a_sum_is_planned_as_padded(collate: Any, data: Any, size: Any) -> None:
     """A batch of mixed sizes that has other elements than its samples may exceed their sum."""
-    batches = RealBatches.of(data, size, collate, None, multiple=1, num_workers=0)
+    batches = RealBatches.of(data, size, collate, None, multiple=1, num_workers=0, modules=[])
     assert not batches.concatenates()
 
 

@@ -35,6 +35,8 @@ EXPECTED = {
         "DataLoader": [(RIGHT, RIGHT)] * 2,
         "StatefulDataLoader": [(RIGHT, RIGHT)] * 2,
         "max_steps": [(RIGHT, RIGHT)] * 2,
+        "reload_dataloaders_every_n_epochs": [(RIGHT, RIGHT)] * 2,
+        "several fits": [(RIGHT, RIGHT)] * 2,
         "a step fails": [(RIGHT, RIGHT)] * 2,
         "by itself": [(UNLIKE, EPOCHS_ONLY)] * 2,
         "without": [(LIGHTNING_RESUMED, LIGHTNING_RESUMED)] * 2,

@@ -161,8 +161,12 @@ def test_a_group_too_small_for_the_ranks_is_named() -> None:
     """Before the first batch, by `len` too, and not with `drop_last`, which drops it."""
     labels = ["large"] * 40 + ["small"] * 3
     for asked in (list, len):
-        with pytest.raises(UnevenRanksError, match=r"group 'small': 3 .* too few for 4 ranks"):
+        with pytest.raises(
+            UnevenRanksError, match=r"group 'small': 3 .* too few for 4 ranks"
+        ) as met:
             asked(group_sampler([5] * 43, labels, 4))
+        assert "next epoch" not in str(met.value)  # which would be the same
+        assert "merge small groups, or drop them by drop_last=True" in str(met.value)
     dropping = group_sampler([5] * 43, labels, 4, drop_last=True, max_batch_size=5)
     assert dropping.report().dropped == 3
     with pytest.raises(OptionError, match="drop_last=True drops all 3"):

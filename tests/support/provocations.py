@@ -109,6 +109,18 @@ def measured_step_without_an_optimizer(*, clears: bool = False) -> None:
     tb.trace_peak_bytes(step, torch.ones(2, 3))
 
 
+def step_on_batches_of_one_shape() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    tb.measure_cost(step, lambda *_: torch.ones(5, 3), max_size=64, method="trace")
+
+
 def monitored(*arguments: Any, **options: Any) -> None:
     with tb.MemoryMonitor(*arguments, **options):
         pass
@@ -145,6 +157,7 @@ PROVOCATIONS: Final[dict[str, Callable[[Path], object]]] = {
     "CostOverflowError": lambda _: tb.MemoryBudgetBatchSampler(
         [1_700_000_000_000], tb.PaddedCost(unit_bytes=1e6), "8GiB"
     ),
+    "BatchError": lambda _: step_on_batches_of_one_shape(),
     "SizesError": lambda _: sampler_of([1.5, 2.5]),
     "OptionError": lambda _: next(iter(DataLoader(range(8), sampler=sampler_of(), batch_size=4))),
     "OversizeError": lambda _: sampler_of([3, 13, 3]),

@@ -148,10 +148,10 @@ SIZES = np.random.default_rng(2).integers(1, 60, 400)
 
 def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
     options = {"size": size_of, "window": 64, "collate_fn": same} | options
-    budget = options.pop("budget", 300)
+    cost, budget = options.pop("cost", TOKENS), options.pop("budget", 300)
     if kind == "splits itself":
         options["split"] = "workers"
-    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, budget, **options)
+    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), cost, budget, **options)
 
 
 def begun_at(done: int, workers: int = 2, **options: Any) -> tuple[list[Any], Any]:

@@ -122,6 +122,12 @@ class Covering:
         self._deadline = time.process_time() + _MOST_SECONDS
         smallest = self.subject.domain.between(0.0)
         two = self._at((2, *smallest))
+        if any(trace.assumed for trace in self._concrete.values()):
+            largest = self.subject.domain.occurring((1, *self.subject.domain.between(1.0)))
+            if self.tracer.take_larger_values(largest):
+                self._concrete.clear()
+                self.probes.clear()
+                two = self._at((2, *smallest))
         if self.room < math.inf:
             fitting = int(self.room) // max(two - self._at((1, *smallest)), 1)
             self.most_n = min(max(fitting, _COMPARED), _MOST_COMPARED)
@@ -477,9 +483,10 @@ class Covering:
                 "losses or outputs?"
             )
         if trace.assumed:
+            taken = self.tracer.values
             self.subject.notes.append(
-                f"the step branches on {trace.assumed} values of tensors; the trace assumes that "
-                "all of them are False"
+                f"the step reads {trace.assumed} values of tensors, as to log or to branch; in the "
+                f"trace a bool is {taken[0]} and a float {taken[1]}, with which it takes more"
             )
 
 

@@ -34,16 +34,16 @@ from torchbudget.cost.running import (
     run_steps,
     warn_of_kept,
 )
-from torchbudget.cost.subject import BatchError, Domain, Subject
-from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.cost.subject import Domain, Subject
+from torchbudget.cost.tracing import Tracer
 from torchbudget.dtensors import part_bytes
-from torchbudget.errors import CostError
+from torchbudget.errors import BatchError, CostError
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.progress import counting
 from torchbudget.random_state import RandomState
-from torchbudget.restoring import TrainingState, autocast_is_active
+from torchbudget.restoring import TrainingState, autocast_is_active, modes_of
 from torchbudget.units import format_bytes
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
@@ -79,7 +79,7 @@ def measure_cost(
     shapes that take the same branches as the trace; concrete traces check it. Loops whose turns are
     alike are traced with two numbers of turns and tested with others. If symbols cannot describe
     the step, some shapes are traced one by one, and others are interpolated. *Running* executes
-    real steps on 4 to 7 batches of up to 0.95 of the budget, and reads the machine's counters:
+    real steps on 3 to 6 batches of up to 0.95 of the budget, and reads the machine's counters:
     resident memory on the CPU; on CUDA the bytes that torch's allocator reserves, and those that
     this process uses outside it (`peak_memory`). "auto" does both: the runs give an offset and a
     scale. On the CPU a run also counts everything else in the process (interpreter, libraries,
@@ -165,7 +165,7 @@ def measure_cost(
         subject.notes.append("measured under autocast, without its cache of weights")
     with ExitStack() as stack:
         stack.callback(RandomState.take().restore)  # `make_batch` may draw
-        stack.callback(state.modes())
+        stack.callback(modes_of(state.modules))
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False)
         )
@@ -215,19 +215,19 @@ def why_not(
     if n < 1:
         return "no sample fits"
     runs = [replace(full, n=n)]
-    some = sorted(cost.probes, key=lambda probe: (math.prod(probe.size), probe.n))
+    traced = [probe for probe in cost.probes if probe.how == "trace"]
+    some = sorted(traced or cost.probes, key=lambda probe: (math.prod(probe.size), probe.n))
     some = [some[0], some[len(some) // 2], some[-1]]
     with ExitStack() as stack:
-        stack.callback(state.modes())
-        if cost.is_traced:
+        stack.callback(modes_of(state.modules))
+        if traced:
             tracer = Tracer(step, subject.batch, state, checks=subject.checks)
             largest = (1, *some[-1].size)
             subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
-            for shape, traced in cost.traced_shapes(some):
-                shape = domain.occurring(shape)
+            for shape, before in (((one.n, *one.size), one.peak_bytes) for one in some):
                 now = int(tracer.concrete(shape).peaks([shape])[0])
-                if now != traced:
-                    return f"a trace of {shape} has {now:,} bytes, and had {traced:,}"
+                if now != before:
+                    return f"a trace of {shape} has {now:,} bytes, and had {before:,}"
         else:
             runs += some[:2]
         with state.restored(contents=True):
@@ -312,7 +312,11 @@ def _traced(subject: Subject, room: float, seconds: float) -> MeasuredCost:
     )
     largest = domain.occurring((1, *domain.between(1.0)))
     subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
-    subject.check_left(tracer.left)
+    subject.check_left(
+        lambda step, shape: Tracer(
+            step, subject.batch, subject.state, target=subject.target, complete=False
+        ).concrete(shape)
+    )
     covering = Covering(subject, tracer, room, seconds)
     covering.cover()
     return MeasuredCost(
@@ -334,11 +338,7 @@ def _traced_if_possible(subject: Subject, room: float) -> MeasuredCost | None:
     except BatchError:
         raise
     except CostError as error:
-        subject.notes.append(f"only run, not traced: {error}")
-        if isinstance(error, ValueDependentError):
-            subject.notes.append(
-                "memory depends on values of tensors: it was measured with those of make_batch"
-            )
+        subject.notes.append(f"only run, not traced, with the values of make_batch: {error}")
     return None
 
 

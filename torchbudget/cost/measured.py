@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -191,23 +190,6 @@ class MeasuredCost:
             mine = (owner == len(self.pieces)) & (found < 2.0**62)
             total[mine] = found[mine]
         return total.reshape(shape)
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether traces found the bytes, and not runs alone."""
-        return self.grid is None or self.grid.reached == MAX_BYTES
-
-    def traced_shapes(self, probes: Sequence[Probe]) -> list[tuple[tuple[int, ...], int]]:
-        """Some shapes with their traced bytes: those of probes that no grid has, and of a grid."""
-        known = [one for one in probes if self.label(one.n, one.size) in ("exact", "tested")]
-        found = [((p.n, *p.size), int(self.traced_bytes(p.n, p.asked))) for p in known]
-        if self.grid is not None:
-            columns = [
-                *zip(product(*self.grid.sizes), self.grid.numbers, self.grid.values, strict=True)
-            ]
-            for size, numbers, values in (columns[0], columns[len(columns) // 2], columns[-1]):
-                found.append(((numbers[-1], *size), int(values[-1])))
-        return found
 
     def label(self, n: int, padded_size: int | Sequence[int]) -> str:
         """Return how well the bytes of a shape are known.

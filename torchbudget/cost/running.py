@@ -16,18 +16,17 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from torchbudget.cost.agree import joined_ranks, reducing
-from torchbudget.cost.batch_recipe import Shape
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.cost.subject import Size, Subject
 from torchbudget.cost.timing import optimizer_seconds, timed
+from torchbudget.cost.tracing import DRAWS
 from torchbudget.errors import CostError, TorchBudgetError
 from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.out_of_memory import ran_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.restoring import TrainingState
 from torchbudget.units import format_bytes
 
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
@@ -94,6 +93,8 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
             f"no batch of the largest size, {largest}, was run: one sample of it is predicted to "
             "exceed the budget"
         )
+    if traced is not None:
+        cost = replace(cost, probes=(*cost.probes, *traced.probes))
     runs.runner.empty_cache()  # otherwise reserved memory would count as needed by the next step
     if runs.runner.not_finite:
         subject.warn(
@@ -149,7 +150,7 @@ class StepRunner:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
         times = self._subject.draws if self._beside_bytes else 1 + self._subject.draws
-        peak, beside_bytes, seconds = self._peak([(n, size)] * times)
+        peak, beside_bytes, seconds = self.peak_of([(n, size)] * times)
         self._beside_bytes.append(beside_bytes)
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
@@ -184,22 +185,6 @@ class StepRunner:
         with suppress(ProbeOutOfMemoryError):
             self.peak_of([shape])
 
-    def left(self, shape: Shape) -> dict[str, float]:
-        """Bytes of tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
-        with ExitStack() as stack:
-            for accumulator in self._state.accumulators:
-                stack.enter_context(accumulator.no_steps())
-            self._subject.step(self._subject.batch(shape))
-            return TrainingState(self._subject.step).bytes_by_kind()
-
-    def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> Peak:
-        """The peak of a step on each shape in turn, without emptying the cache in between.
-
-        Raises:
-            ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
-        """
-        return self._peak(shapes)[0]
-
     def settled(self, probes: Sequence[Probe]) -> list[Probe]:
         """All probes, as if what is in use beside tensors had been so from the start.
 
@@ -223,8 +208,15 @@ class StepRunner:
         if self.memory is not None:
             self.memory.source.empty_cache()
 
-    def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
-        """The peak of steps, the memory in use outside tensors, and the seconds of the last."""
+    def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
+        """Make a step on each shape in turn, without emptying the cache in between.
+
+        Returns:
+            The peak of all, the memory in use outside tensors, and the seconds of the last one.
+
+        Raises:
+            ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
+        """
         found = [(Peak(), 0, 0.0)]
         try:
             failed = ran_out_of_memory(lambda: found.append(self._run(shapes)))
@@ -234,8 +226,9 @@ class StepRunner:
             n, size = shapes[-1]
             raise CostError(
                 f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
-                "it must take batches of one sample and more, of all sizes, and make_batch must "
-                "give all fields that it reads, labels included"
+                "it must take batches of one sample and more, of all sizes (for a U-Net and others "
+                "that halve sizes, pass size_multiple=), and make_batch, or the collate_fn of "
+                "loader, must give all fields that it reads, labels included"
             ) from error
         peak, beside_bytes, seconds = found[-1]
         failed |= peak.failures > 0  # a library continued without that memory
@@ -415,14 +408,9 @@ class _Runs:
         self._run_first(smallest)
         if self.subject.state.draws() != before:
             self.subject.draws = _DRAWS
-            self.subject.warn(
-                "the step draws from a generator outside torch, as of random or numpy.random, and "
-                f"cannot be traced: {_DRAWS} steps are run on each shape. If its memory depends on "
-                "the draws, let it make the choice that needs the most while "
-                "torchbudget.is_measuring()"
-            )
+            self.subject.warn(f"{_DRAWS} steps are run on each shape: {DRAWS}")
         if 2 * self.probes[0].peak_bytes - self.runner.idle_bytes <= self.room:
-            self.subject.check_left(self.runner.left)
+            self.subject.check_left(lambda step, shape: step(self.subject.batch(shape)))
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)
@@ -553,7 +541,7 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
             n = np.minimum(cost.capacity(asked, int(share * room)), most)
             shapes = [(one, size) for one, size in zip(n.tolist(), sizes, strict=True) if one]
             with suppress(ProbeOutOfMemoryError):
-                together = runner.peak_of(shapes)
+                together, *_ = runner.peak_of(shapes)
                 if not together.retries:  # after one, the cache was flushed: try a smaller share
                     predicted = int(cost.batch_bytes(n, asked).max())
                     reserve = max(room - room * predicted // max(together.bytes, 1), 0)

@@ -42,6 +42,7 @@ class StepChecks:
         self._state = state
         self.forward_only = False
         self.trained: set[nn.Module] = set()
+        self.in_optimizer = False  # whether an optimizer steps at the moment
         self._stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
 
     def check_parameters(self, *, contents: bool) -> None:
@@ -113,8 +114,10 @@ class StepChecks:
                     f"the step calls an optimizer of type {type(optimizer)} that it does not refer "
                     "to, so its state cannot be restored; let the step's function refer to it"
                 )
+            self.in_optimizer = True
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # a closure made gradients
+            self.in_optimizer = False
             with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
             self._stepped.update(with_gradients)
             stepped.append(bool(with_gradients))
@@ -135,6 +138,7 @@ class StepChecks:
         try:
             yield
         finally:
+            self.in_optimizer = False
             for handle in handles:
                 handle.remove()
             for one in parameters:
@@ -145,7 +149,8 @@ class StepChecks:
         if any(stepped):
             return
         if self.forward_only:
-            if self._is_training:
+            # A module without parameters has no mode that matters.
+            if any(own and one.training for one, own in owners if one is not None):
                 warn(
                     "the step is forward only, it made no gradients, but its module is in training "
                     "mode: to train, let it call backward(), optimizer.step() and "
@@ -166,12 +171,6 @@ class StepChecks:
             MeasureWarning,
         )
 
-    @property
-    def _is_training(self) -> bool:
-        """Whether a module that has parameters is in training mode."""
-        modules = self._state.modules
-        return any(one.training and any(True for _ in one.parameters()) for one in modules)
-
     def idle_optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers without a trained parameter that any optimizer stepped.
 
@@ -190,10 +189,9 @@ class StepChecks:
         """Notes for the report on the step that was checked last."""
         if not self.forward_only:
             return []
-        mode = "; its module was in training mode" if self._is_training else ""
         note = (
             "the step was forward only: it made no gradients and no optimizer stepped, so the "
-            f"cost is for evaluation, and too low to train with{mode}"
+            "cost is for evaluation, and too low to train with"
         )
         parameters = self._state.parameters()
         if any(p.requires_grad for p in parameters) and all(p.grad is None for p in parameters):

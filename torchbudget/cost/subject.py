@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -15,9 +16,9 @@ from torchbudget.checks import is_int
 from torchbudget.cost.batch_recipe import Shape, batch_bytes, leaves_of, products
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
-from torchbudget.errors import CostError, MeasureWarning, TorchBudgetError
+from torchbudget.errors import BatchError, CostError, MeasureWarning, TorchBudgetError
 from torchbudget.machine.out_of_memory import is_out_of_memory
-from torchbudget.restoring import TrainingState
+from torchbudget.restoring import TrainingState, modes_of
 from torchbudget.warn import warn
 
 Size: TypeAlias = tuple[int, ...]
@@ -31,10 +32,6 @@ _MOST_SAMPLES: Final = 2**16
 # Bytes that a sample may leave until the optimizer's step, such as its loss: of 65,536 samples in a
 # step, the least margin, 16 MiB.
 _LEFT_BYTES: Final = 2**8
-
-
-class BatchError(CostError):
-    """`make_batch` ignores its arguments, so that the step cannot be measured in any way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,8 +219,8 @@ class Subject:
             if is_out_of_memory(error) or isinstance(error, TorchBudgetError):
                 raise
             raise BatchError(
-                f"make_batch({n}, {asked}) raised {error!r}; if there are no samples this short, "
-                "pass min_size"
+                f"make_batch({n}, {asked}), or the collate_fn of loader, raised {error!r}; if no "
+                "samples are this short, pass min_size"
             ) from error
         arrays = (one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray)))
         shapes = tuple(tuple(one.shape) for one in arrays)
@@ -233,8 +230,10 @@ class Subject:
         # Rows of the same total are the same tensors, one after the other.
         if [before[0] * one for one in before[1:]] != [n * one for one in size]:
             raise BatchError(
-                f"make_batch must return n samples padded to size, but (n, size) = {before} and "
-                f"{shape} both gave tensors of the shapes {list(shapes)}"
+                f"batches must grow with n and size, but (n, size) = {before} and {shape} both "
+                f"gave tensors of the shapes {list(shapes)}: make_batch must return n samples "
+                "padded to size. A collate_fn of loader that tokenizes needs size=, a function "
+                "that returns the number of tokens; or leave it out and pass tokenizer="
             )
         return batch
 
@@ -262,7 +261,7 @@ class Subject:
         trained = [one for one in idle if one in self.checks.trained]
         if not trained:
             return
-        put_back = self.state.modes()
+        put_back = modes_of(self.state.modules)
         for one in trained:
             one.train()
         try:
@@ -281,21 +280,35 @@ class Subject:
         elif larger < found:
             put_back()
 
-    def check_left(self, left: Callable[[Shape], dict[str, float]]) -> None:
+    def check_left(self, run: Callable[[Callable[[Any], object], Shape], object]) -> None:
         """Check that micro-batches leave nothing that grows with their samples until the step.
 
         Args:
-            left: bytes of tensors that a micro-batch of a shape has left, by kind.
+            run: runs or traces a function of a batch on one of a shape.
 
         Raises:
             CostError: they do: no plan knows how many samples earlier micro-batches have.
         """
         if not self.state.has_several:
             return
+
+        def left(shape: Shape) -> dict[str, float]:
+            found: list[dict[str, float]] = []
+
+            def micro_batch(batch: Any) -> None:
+                with ExitStack() as stack:
+                    for accumulator in self.state.accumulators:
+                        stack.enter_context(accumulator.measured(steps=False))
+                    self.step(batch)
+                    found.append(TrainingState(self.step).bytes_by_kind())
+
+            run(micro_batch, shape)
+            return found[0]
+
         n, *size = self.domain.occurring((1, *self.domain.between(0.0)))
         few, many = left((n, *size)), left((2 * n, *size))
         # A graph has infinitely many bytes, whose difference is no number.
-        grown = [kind for kind in many if not many[kind] - few.get(kind, 0.0) <= n * _LEFT_BYTES]
+        grown = [kind for kind in many if not many[kind] - few[kind] <= n * _LEFT_BYTES]
         if grown:
             raise CostError(
                 f"each micro-batch leaves {' and '.join(grown)} until the optimizer's step, and "

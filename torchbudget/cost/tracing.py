@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -65,8 +65,6 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 # Fake tensors of up to so many elements, as a shape has, remember values that were computed from
 # Python numbers alone, as in torch.tensor(x.shape).min(). Larger ones may be masks that are drawn.
 _REMEMBERED: Final = 8
-
-
 # Other draws for each shape, beyond those of a step's layers or so.
 _MOST_DRAWS: Final = 997
 _INTEGERS: Final = (
@@ -74,13 +72,16 @@ _INTEGERS: Final = (
     "loop count, and a trace has no values; take it from a shape, or use "
     "measure_cost(method='run')"
 )
-
-
-_DRAWS: Final = (
-    "the step's memory depends on draws of a generator outside torch, as of random or "
-    "numpy.random: let it make the choice that needs the most memory while "
+DRAWS: Final = (
+    "the step draws from a generator outside torch, as of random or numpy.random, and its memory "
+    "may depend on the draws: let it make the choice that needs the most memory while "
     "torchbudget.is_measuring()"
 )
+
+
+# What a boolean and a floating-point tensor are taken to be where a step reads their values.
+_VALUES: Final = (False, 1.0)
+_OTHER_VALUES: Final = (True, 1e-3)  # an optimizer divides by powers of its steps, which are not 0
 
 
 class ValueDependentError(CostError):
@@ -97,6 +98,12 @@ class Tracer:
         checks: of the step.
         target: the device that the step will run on, if that is another one.
         complete: whether it must be a whole training step, or forward only.
+
+    Attributes:
+        state: what the step refers to.
+        checks: of the step.
+        target: the device that it will run on.
+        values: of a boolean and of a floating-point tensor that the step reads.
     """
 
     def __init__(
@@ -109,12 +116,12 @@ class Tracer:
         target: torch.device | None = None,
         complete: bool = True,
     ) -> None:
-        self._complete = complete
-        self._step, self._make, self._state = step, make, state
-        self._checks = StepChecks(state) if checks is None else checks
-        self._target = state.device if target is None else target
-        self._checks.check_parameters(contents=False)
-        if self._target.type == "cuda":
+        self._complete, self.values = complete, _VALUES
+        self._step, self._make, self.state = step, make, state
+        self.checks = StepChecks(state) if checks is None else checks
+        self.target = state.device if target is None else target
+        self.checks.check_parameters(contents=False)
+        if self.target.type == "cuda":
             check_not_recurrent(state)
         if any(isinstance(one, torch.optim.LBFGS) for one in state.optimizers):
             raise ValueDependentError("values decide what an LBFGS keeps; use method='run'")
@@ -179,79 +186,74 @@ class Tracer:
         traces: list[Trace] = []
         for integer in (1, 2):
             until = begun + most_seconds
-            counter = _Counter(self._state.device, self._target, env, integer, until)
+            counter = _Counter(self, env, integer, until)
             draws = 0 if integer == 1 else 1 + math.prod(shape) % _MOST_DRAWS
-            with self._stepping(batch_of, counter, steps=2, draws=draws) as starts:
-                pass
-            traces.append(counter.trace(symbols, shape, (starts[0], starts[1])))
+            starts = self._two_steps(batch_of, counter, draws)
+            traces.append(counter.trace(symbols, shape, starts))
             if not counter.integers and not counter.drew:
                 break
         first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
         if not np.array_equal(first, last):
-            raise ValueDependentError(_DRAWS if counter.drew else _INTEGERS)
+            raise ValueDependentError(DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def left(self, shape: Shape) -> dict[str, float]:
-        """Bytes of fake tensors that a micro-batch leaves until its step: see `bytes_by_kind`."""
-        counter = _Counter(self._state.device, self._target, None, 1, math.inf)
-        with self._stepping(lambda _: self._make(shape), counter, steps=0):
-            return TrainingState(self._step).bytes_by_kind()
+    def take_larger_values(self, shape: Shape) -> bool:
+        """Take tensors to have the values with which the step takes more, where it branches.
 
-    @contextmanager
-    def _stepping(
-        self,
-        batch_of: Callable[[_Counter], Any],
-        counter: _Counter,
-        *,
-        steps: int,
-        draws: int = 0,
-    ) -> Iterator[list[int]]:
-        """Run some steps, and what follows with their fakes; yield the events after each step.
+        As of `if torch.rand(()) < 0.9: x = layer(x)`, and of a warning if a loss is not finite.
 
         Args:
-            batch_of: makes the batch of each step.
-            counter: counts their storages.
-            steps: number of them; 0: one micro-batch that does not end its step.
-            draws: numbers that are drawn before from generators outside torch.
+            shape: of a batch, at which traces are compared.
+
+        Returns:
+            Whether they are other values than before.
         """
-        with self._undisturbed(), ExitStack() as stack:
-            self._state.draw(draws)
-            for accumulator in self._state.accumulators if not steps else ():
-                stack.enter_context(accumulator.no_steps())
-            before = self._state.draws()
-            buckets = [counter.on_its_own(module) for module in reducing(self._state)]
+        weight = self.concrete(shape).weight(shape)
+        self.values = _OTHER_VALUES
+        with suppress(CostError):
+            if self.concrete(shape).weight(shape) > weight:
+                return True
+        self.values = _VALUES
+        return False
+
+    def _two_steps(
+        self, batch_of: Callable[[_Counter], Any], counter: _Counter, draws: int
+    ) -> tuple[int, int]:
+        """Run two steps, after so many draws outside torch; the number of events after each."""
+        with self._undisturbed():
+            self.state.draw(draws)
+            before = self.state.draws()
+            buckets = [counter.on_its_own(module) for module in reducing(self.state)]
             try:
-                for tensor in self._state.tensors():
+                for tensor in self.state.tensors():
                     counter.arrive([tensor])
             except Exception as error:  # fake tensors do not support every layout
-                where = self._checks.name_of(tensor)
+                where = self.checks.name_of(tensor)
                 raise CostError(f"{where} cannot be traced: {error}") from error
             starts = []
-            for _ in range(max(steps, 1)):
+            for _ in range(2):
                 counter.flops = 0
-                self._state.rewind()
+                self.state.rewind()
                 batch = batch_of(counter)
                 # A symbolic batch is not searched: its symbols refer to the shape environment.
                 found = reachable(batch) if counter.env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
                 try:
-                    self._run(batch, tensors, counter, complete=self._complete and steps > 0)
+                    self._run(batch, tensors, counter)
                 finally:
                     counter.leave(tensors)
                 del batch, found, tensors
                 starts.append(len(counter.events))
-            counter.drew = self._state.draws() != before
-            yield starts
+            counter.drew = self.state.draws() != before
             del buckets
+        return starts[0], starts[1]
 
-    def _run(
-        self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter, *, complete: bool
-    ) -> None:
+    def _run(self, batch: Any, tensors: Sequence[torch.Tensor], counter: _Counter) -> None:
         try:
             counter.arrive(tensors)  # NumPy arrays become tensors when they are used
             with ExitStack() as stack:
-                if complete:
-                    stack.enter_context(self._checks.checked())
+                if self._complete:
+                    stack.enter_context(self.checks.checked())
                 stack.enter_context(counter.fakes)
                 stack.enter_context(counter)
                 stack.enter_context(counter.assigning())
@@ -279,9 +281,9 @@ class Tracer:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Restore references at the end; free tensors by reference counts only."""
-        state = self._state
+        state = self.state
         with state.restored(contents=False), ExitStack() as stack:
-            if self._target.type == "cuda" and state.device.type == "cpu":
+            if self.target.type == "cuda" and state.device.type == "cpu":
                 stack.enter_context(as_on_cuda(state))
             # The compiler would remember that it cannot compile under fake tensors.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -302,10 +304,10 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     allocator. Workspaces of kernels, and free blocks that the allocator keeps, are not counted.
 
     In the trace, `item()` of a floating-point tensor is 1.0, and a boolean tensor is `False`, as in
-    `if loss.isnan()` or `if mask.all()`. An integer from a tensor can be used in arithmetic, as in
-    `loss / int(mask.sum())`. If it becomes a shape, or if the step indexes by a boolean mask, the
-    step cannot be traced. Results of Python's numbers alone, as in `torch.div(x.shape[1], 2)`, have
-    their true values.
+    `if loss.isnan()` or `if mask.all()`; or, if the step takes more so, 0.001 and `True`. An
+    integer from a tensor can be used in arithmetic, as in `loss / int(mask.sum())`. If it becomes a
+    shape, or if the step indexes by a boolean mask, the step cannot be traced. Results of Python's
+    numbers alone, as in `torch.div(x.shape[1], 2)`, have their true values.
 
     Args:
         step: the complete training step: forward, loss, backward, optimizer step, gradients
@@ -328,7 +330,10 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     444
     """
     tracer = Tracer(step, lambda _: batch, TrainingState(step))
-    return int(tracer.concrete((1, 1)).peaks([(1, 1)])[0])
+    trace = tracer.concrete((1, 1))
+    if trace.assumed and tracer.take_larger_values((1, 1)):
+        trace = tracer.concrete((1, 1))
+    return int(trace.peaks([(1, 1)])[0])
 
 
 def _is_wrapper(kind: type) -> bool:
@@ -350,17 +355,17 @@ class _Fakes(FakeTensorMode):
 class _Counter(TorchDispatchMode):
     """Records when storages of fake tensors on a device are allocated and freed."""
 
-    def __init__(
-        self, device: torch.device, target: torch.device, env: Any, integer: int, until: float
-    ) -> None:
+    def __init__(self, tracer: Tracer, env: Any, integer: int, until: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         # Reads the environment when imported, so it is imported only with an optimizer.
         from torch._functorch import config as functorch_config
         from torch.utils.flop_counter import flop_registry
 
-        self.env, self._device, self._integer, self._until = env, device.type, integer, until
-        self._granularity = _BLOCKS.get(target.type, 1)
-        self._temporaries = {"cuda": TEMPORARIES, "cpu": _ON_CPU}.get(target.type, {})
+        target, self._device = tracer.target.type, tracer.state.device.type
+        self.env, self._integer, self._until = env, integer, until
+        self._checks, (self._bool, self._float) = tracer.checks, tracer.values
+        self._granularity = _BLOCKS.get(target, 1)
+        self._temporaries = {"cuda": TEMPORARIES, "cpu": _ON_CPU}.get(target, {})
         self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
         # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
         # Python may ask for more, as `expand`, whose C++ takes only numbers.
@@ -510,9 +515,7 @@ class _Counter(TorchDispatchMode):
             beside = temporary(*args) if temporary is not None else None  # freed on return
             outputs = replaced(*args, **kwargs)
             if isinstance(outputs, FakeTensor) and outputs.layout is torch.sparse_coo:
-                if self.env is not None:
-                    raise UntraceableError("torch's sparse tensors have no symbolic shapes")
-                outputs = outputs if outputs._nnz() else _sparse(outputs, args)
+                raise ValueDependentError("values decide how many values a sparse tensor has")
         leaves = [one for one in tree_leaves((outputs, beside)) if isinstance(one, FakeTensor)]
         for one in leaves:
             self.count(one)
@@ -533,11 +536,13 @@ class _Counter(TorchDispatchMode):
             value: float = constant.item()  # of Python's numbers, as in torch.div(x.shape[1], 2)
             return value
         if tensor.dtype.is_floating_point:
-            # A loss that is logged, or an optimizer's count of steps.
-            return 0.0 if tensor.untyped_storage() in self._no_infinity else 1.0
+            if tensor.untyped_storage() in self._no_infinity:
+                return 0.0
+            self.assumed += not self._checks.in_optimizer  # which counts its steps
+            return self._float  # as of a loss that is logged
         if tensor.dtype is torch.bool:
             self.assumed += 1
-            return False  # as of loss.isnan() and mask.all()
+            return self._bool  # as of loss.isnan() and mask.all()
         if not tensor.dtype.is_complex:
             self.integers += 1
             return self._integer  # as of mask.sum()
@@ -606,19 +611,6 @@ def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
             _workspaces[known] = layer(*tree_map_only(torch.Tensor, _zeros, arguments))[3].nbytes
     outputs[3] = outputs[3].new_empty(_workspaces[known])
     return outputs
-
-
-def _sparse(output: torch.Tensor, arguments: Sequence[Any]) -> torch.Tensor:
-    """A sparse output with as many values as the one sparse input has: torch's fake has none.
-
-    It has no more, as a clone, a transpose, and the sum of the values of each index show.
-    """
-    inputs = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
-    given = [one for one in inputs if one.layout is torch.sparse_coo]
-    if len(given) != 1:
-        raise ValueDependentError("values decide how many values a sparse tensor has")
-    indices, values = map(torch.empty_like, plain_parts(given[0]))
-    return torch.sparse_coo_tensor(indices, values, output.shape, check_invariants=False)
 
 
 def _zeros(fake: torch.Tensor) -> torch.Tensor:

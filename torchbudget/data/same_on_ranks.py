@@ -13,7 +13,9 @@ from torchbudget.errors import RankError
 from torchbudget.plan.fingerprint import MEANING
 
 
-def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]]) -> None:
+def check_same_on_ranks(
+    ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]], what: str = "facts"
+) -> None:
     """Raise if ranks plan by different facts: a collective, at the first loop.
 
     Nothing happens if ranks were given by hand, in a `DataLoader`'s worker, or in another thread
@@ -22,14 +24,16 @@ def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]
     Args:
         ranks: the ranks that share samples.
         facts: what they plan by, of plain types.
+        what: name of the facts, which are compared once; `"facts"` are a part of any others.
 
     Raises:
         RankError: something differs, or a rank does not begin its loop within the timeout of its
             process group; on all ranks that have begun theirs.
     """
-    if _may_compare() and not ranks.have_met("facts"):
+    if _may_compare() and not ranks.have_met(what):
         _raise_difference(gathered_of_all(dict(facts())))
         ranks.note_meeting("facts")
+        ranks.note_meeting(what)
 
 
 def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:
@@ -77,6 +81,7 @@ def _raise_difference(facts: list[dict[str, Any]]) -> None:
             raise RankError(
                 "all ranks must plan the same samples, or some would be lost or repeated, but they "
                 f"differ: {found}. Make them equal: cost, budget = agree(cost, budget) takes rank "
-                "0's cost and the smallest budget. If each rank has samples of its own, pass "
-                "num_replicas and rank, such as num_replicas=1, rank=0"
+                "0's cost and the smallest budget; loader_options gives all ranks equal numbers of "
+                "workers. If each rank has samples of its own, pass num_replicas and rank, such "
+                "as num_replicas=1, rank=0"
             )

@@ -19,6 +19,7 @@ from torchbudget.checks import called_as, check_flags, natural, optional
 from torchbudget.cost.measured import MOST_MARGIN, MeasuredCost
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.data.frameworks import Caller
+from torchbudget.data.indexed import check_indexed
 from torchbudget.data.run import Run, warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.size_check import SizeCheck
@@ -36,7 +37,7 @@ from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.shapes import fitted
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.protocols import IndexSource, ResumableSource, StepSource
+from torchbudget.protocols import IndexSource, MapStyle, ResumableSource, StepSource
 from torchbudget.units import Amount
 
 
@@ -302,8 +303,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         If that is the next epoch anyway, a loaded position is kept, and with `batches_per_epoch`
         the order continues. Any other epoch starts a new pass over the data.
         """
-        cursor = self._cursor
-        if natural("epoch", epoch) != cursor.epoch:
+        cursor, epoch = self._cursor, natural("epoch", epoch)
+        if epoch != cursor.epoch:
             if self._loaded is not None:
                 warn_of_discarded_state(cursor.epoch, epoch, within=cursor.done > 0)
             self._begin_at(Cursor(epoch=epoch))
@@ -371,10 +372,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             SampleError: in the loop, the loader ended before the epoch did.
             StateError: in the loop, another loop over the same persistent workers began.
         """
-        if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
+        is_mine = isinstance(loader, DataLoader) and loader.batch_sampler is self
+        if not is_mine or hasattr(loader, "state_dict"):
             raise OptionError(
                 f"tracked needs a DataLoader with this batch_sampler, got {type(loader).__name__}; "
-                "a StatefulDataLoader saves its position itself"
+                "of a wrapper, such as Fabric's, pass the DataLoader that it was made of; a "
+                "StatefulDataLoader saves its position itself"
             )
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise OptionError(
@@ -539,7 +542,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return self.plan.report(self._cursor)
 
     def check_dataset(self, dataset: Any) -> None:
-        """Raise an `OptionError` if a data set has not one sample for each size."""
+        """Raise an `OptionError` if a data set has no index, or not one sample for each size."""
+        if isinstance(dataset, MapStyle) and self._present is None:  # reads samples: once
+            check_indexed(dataset, OptionError)
         sizes = self._plan.order.dataset_length
         if isinstance(dataset, Sized) and len(dataset) != sizes:
             raise OptionError(

@@ -35,9 +35,10 @@ class SizeCheck:
     - `OtherNumbersWarning`: a batch has another number of samples than planned.
     - `PaddedSizeWarning`: a batch is padded to more than was planned and than its longest sample
       needs, since the collate rounds up to a multiple that the plan does not know.
-    - `OtherSizesWarning`: most sizes equal a length, and a sample is longer than planned. Or the
-      sizes neither rise nor fall with any length, in the order of 1,024 samples. Sizes may be of
-      any unit, such as bytes or pixels, and those that no length exceeds (random crops) are right.
+    - `OtherSizesWarning`: most sizes equal a length, and a sample is longer than planned, in any
+      batch. Or the sizes neither rise nor fall with any length, in the order of 1,024 samples.
+      Sizes may be of any unit, such as bytes or pixels, and those that no length exceeds (random
+      crops) are right.
 
     A batch of another library is compared by its `attention_mask`, and not at all without one. A
     padded batch that was planned without padding raises a `CollateError`, and so do 128 samples
@@ -105,6 +106,8 @@ class SizeCheck:
                     self._check_longer()
                 if self._is_judged or self._count >= _SAMPLES:
                     self._judge()
+                else:  # 1,024 samples may come long after the first batch over the budget
+                    self._find_longer(self._seen[-1], _equal_lengths(self._seen))
 
     def end(self) -> None:
         """Judge the sizes by an epoch that ended before 1,024 samples came."""
@@ -146,17 +149,10 @@ class SizeCheck:
         seen, self._seen, self._count = self._seen, [], 0
         if not self._is_judged:
             self._is_judged = True
-            # As they come, and sorted in each batch by itself: a collate may reorder its samples.
-            for arranged in (np.asarray, partial(np.sort, axis=0)):
-                sizes = np.concatenate([arranged(one.sizes) for one in seen])
-                lengths = np.concatenate([arranged(one.lengths) for one in seen])
-                for axis in range(0 if self._equal else sizes.shape[1]):
-                    share = (lengths == sizes[:, axis, None]).mean(axis=0)
-                    if share.max(initial=0) >= 0.5:
-                        self._equal.append((axis, int(share.argmax())))
+            self._equal = _equal_lengths(seen)
         if self._equal:
             for one in seen:
-                self._find_longer(one)
+                self._find_longer(one, self._equal)
             return
         self._sizes = None  # they are of another unit, or of other samples
         sizes = np.concatenate([one.sizes for one in seen])
@@ -170,8 +166,8 @@ class SizeCheck:
                 f"{_AGAIN}",
             )
 
-    def _find_longer(self, found: _Seen) -> None:
-        for axis, column in self._equal:
+    def _find_longer(self, found: _Seen, equal: list[tuple[int, int]]) -> None:
+        for axis, column in equal:
             lengths, planned = found.lengths[:, column], found.planned[axis]
             if (lengths.sum() if self._packed else lengths.max()) > planned:
                 i = int((lengths - found.sizes[:, axis]).argmax())
@@ -190,6 +186,20 @@ class _Seen(NamedTuple):
     lengths: IntArray
     planned: list[int]
     indices: IntArray
+
+
+def _equal_lengths(seen: list[_Seen]) -> list[tuple[int, int]]:
+    """The axes of sizes that equal a length in most samples, with the column of the lengths."""
+    equal: list[tuple[int, int]] = []
+    # As they come, and sorted in each batch by itself: a collate may reorder its samples.
+    for arranged in (np.asarray, partial(np.sort, axis=0)):
+        sizes = np.concatenate([arranged(one.sizes) for one in seen])
+        lengths = np.concatenate([arranged(one.lengths) for one in seen])
+        for axis in range(0 if equal else sizes.shape[1]):
+            share = (lengths == sizes[:, axis, None]).mean(axis=0)
+            if share.max(initial=0) >= 0.5:
+                equal.append((axis, int(share.argmax())))
+    return equal
 
 
 def _are_unrelated(sizes: IntArray, lengths: IntArray, fields: IntArray) -> bool:

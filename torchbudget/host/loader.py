@@ -29,14 +29,15 @@ from torchbudget.cost.agree import agree
 from torchbudget.cost.measure import describe_step, measure_cost, why_not
 from torchbudget.cost.measured import MeasuredCost, differing, saved_costs
 from torchbudget.cost.protocol import CostModel
-from torchbudget.data.collate.collates import PackCollate, PadCollate
+from torchbudget.data.collate.collates import IDS, PackCollate, PadCollate
+from torchbudget.data.indexed import check_indexed
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.sizes.sizes_of import SizeDataset, spread
 from torchbudget.distributed import Ranks
 from torchbudget.dtensors import part_bytes, plain_parts
-from torchbudget.errors import BudgetError, CostError, OptionError
+from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
 from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
@@ -52,7 +53,7 @@ from torchbudget.units import Amount, format_bytes
 
 _CALL: Final = "loader(dataset, step, budget, …), with options of MemoryBudgetBatchSampler"
 # Options of a loader that is given in place of the data set; the second ones need workers.
-_OF_LOADERS: Final = ("num_workers", "pin_memory", "worker_init_fn")
+_OF_LOADERS: Final = ("num_workers", "pin_memory", "worker_init_fn", "generator", "in_order")
 _TEXTS: Final = 1000  # that are tokenized at once
 _OBJECT_BYTES: Final = 1024  # of a small tensor, beside its values
 _OF_WORKERS: Final = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
@@ -81,7 +82,7 @@ def loader(
     that writes a log or a file skips it if `is_measuring()`.
 
     Under `torch.distributed` every rank must call it. The largest cost of any rank counts, and the
-    budget is that of one process.
+    smallest number of workers that `loader_options` chose. The budget is that of one process.
 
     Args:
         dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a
@@ -93,7 +94,9 @@ def loader(
             chooses workers and prefetching.
         size: the ragged field, several in a tuple, or a function of a sample, as for `sizes_of`.
             Default: the ragged field, if a single field shows all lengths in which samples differ.
-        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`.
+        collate_fn: makes a batch of a list of samples. Default: a `PadCollate`. If samples have
+            `input_ids`, but no `attention_mask`, and the step's model takes one, it is added, and
+            ids are padded with `model.config.pad_token_id`.
         tokenizer: a tokenizer of transformers. Texts are tokenized, and batches are padded as it
             pads, with an attention mask and labels of -100.
         make_batch: as in `measure_cost`. Default: it collates real samples.
@@ -108,7 +111,8 @@ def loader(
             few samples show it, if the measured cost is such a sum. If only the cost is not, a line
             says so, and batches are planned as if padded, which takes more of them.
         options: options of `MemoryBudgetBatchSampler`, such as `samples_per_step` and `limits`; and
-            of `DataLoader`: `pin_memory`, `worker_init_fn`, and those of workers, if there are any.
+            of `DataLoader`: `pin_memory`, `generator`, `worker_init_fn`, and those of workers, if
+            there are any.
 
     Raises:
         OptionError: an argument is invalid, or two arguments cannot be combined.
@@ -132,7 +136,7 @@ def loader(
         raise OptionError(f"the budget's host bytes choose {' and '.join(needless)}: leave it out")
     workers |= {} if num_workers is None else {"num_workers": num_workers}
     samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    SizeDataset(samples, size)  # which refuses streams
+    check_indexed(samples, SizesError)
     if isinstance(dataset, DataLoader):
         workers = _taken_from(dataset, options) | workers
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
@@ -143,9 +147,11 @@ def loader(
             samples = _tokenized(samples, tokenizer)
             batches = RealBatches.of(
                 samples, size, collate_fn, tokenizer,
+                modules=[] if isinstance(step, CostModel) else TrainingState(step).modules,
                 multiple=size_multiple_of(options.get("size_multiple", 1)),
                 num_workers=workers.get("num_workers", 0),
             )  # fmt: skip
+            padding = batches.padding()
         make_batch = make_batch or batches
         cost: CostModel
         if isinstance(step, CostModel):
@@ -183,7 +189,7 @@ def loader(
     workers = {"pin_memory": torch.device(device or "cpu").type == "cuda"} | workers | {**chosen}
     if not workers.get("num_workers"):
         workers = {name: one for name, one in workers.items() if name not in _OF_WORKERS}
-    say(_summary(batches, told, sampler, chosen))
+    say(_summary(batches, padding, told, sampler, chosen))
     return DataLoader(samples, batch_sampler=sampler, collate_fn=collate, **workers)
 
 
@@ -327,8 +333,15 @@ def _taken_from(given: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenized(dataset: Any, tokenizer: Any) -> Any:
     """The token ids of a data set of texts; another data set, or without a tokenizer, as it is."""
-    if tokenizer is None or not len(dataset) or not isinstance(dataset[0], str):
+    if tokenizer is None or not len(dataset):
         return dataset
+    if not isinstance(first := dataset[0], str):
+        if isinstance(first, Mapping) and IDS in first:
+            return dataset
+        raise OptionError(
+            f"tokenizer= takes texts, or samples with {IDS!r}, got {first!r:.50}: pass the texts "
+            "alone, such as dataset['text'], or tokenize first, as dataset.map does"
+        )
     found: list[dict[str, Any]] = []
     for start in range(0, len(dataset), _TEXTS):
         texts = [dataset[i] for i in range(start, min(start + _TEXTS, len(dataset)))]
@@ -454,11 +467,12 @@ def _packed(cost: MeasuredCost, batches: RealBatches, packed: bool | None) -> Co
 
 def _summary(
     batches: RealBatches,
+    padding: list[str],
     cost: str,
     sampler: MemoryBudgetBatchSampler,
     host: Mapping[str, Any],
 ) -> list[str]:
-    """Lines about sizes, cost, plan and host."""
+    """Lines about sizes, padding, cost, plan and host."""
     sizes, rules, report = batches.sizes, sampler.plan.rules, sampler.report()
     longest = sizes[batches.rounded().prod(axis=1).argmax()]
     median = np.median(sizes, axis=0).astype(np.int64)
@@ -470,6 +484,7 @@ def _summary(
     least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
     lines = [
         f"sizes  {len(sizes):,} samples of {least} to {most}{by}",
+        *padding,
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
         f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",

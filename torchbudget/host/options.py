@@ -15,7 +15,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import optional
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
-from torchbudget.distributed import ranks_on_this_machine
+from torchbudget.distributed import Ranks, ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.host.model import HostBytes, HostModel
 from torchbudget.machine.host import SHM, free_descriptors, shared_memory, usable_processors
@@ -70,6 +70,10 @@ def loader_options(
     Only the worker reads the data set. The sampler or stream does not move, and the global random
     generators do not change.
 
+    It is a collective of the ranks of `torch.distributed`: every rank must call it, and all get the
+    smallest number of workers that any of them may have, since ranks that share a stream need equal
+    numbers. It is none if `num_replicas` or `rank` was given to the sampler or stream.
+
     Args:
         sampler_or_stream: the sampler or stream whose batches the loader yields.
         budget: the budget. Its `host` bytes limit this process and its descendants. Its `shared`
@@ -92,6 +96,7 @@ def loader_options(
             there are several ranks, `LOCAL_WORLD_SIZE` is not set, and `ranks_per_machine` is not
             given.
         MachineError: there is no `/proc` to read memory from.
+        RankError: another rank failed.
 
     >>> dataset = [{"ids": torch.arange(length)} for length in (5, 9, 2, 7)]
     >>> sampler = MemoryBudgetBatchSampler([5, 9, 2, 7], PaddedCost(unit_bytes=1), 18)
@@ -102,60 +107,68 @@ def loader_options(
     >>> options["prefetch_factor"], options["persistent_workers"]
     (8, True)
     """
-    ranks = ranks_on_this_machine(ranks_per_machine)
-    host, shared = MemoryBudget.of(budget).host, MemoryBudget.of(budget).shared
-    if host is None:
-        raise BudgetError(
-            f"the budget must state the host's bytes, as in MemoryBudget(host='16GiB'), "
-            f"got {budget!r}"
+    given_ranks = getattr(sampler_or_stream, "_ranks", None)
+    joined = Ranks(alone=given_ranks is None or not given_ranks.joined)
+    with joined.together():
+        ranks = ranks_on_this_machine(ranks_per_machine)
+        host, shared = MemoryBudget.of(budget).host, MemoryBudget.of(budget).shared
+        if host is None:
+            raise BudgetError(
+                f"the budget must state the host's bytes, as in MemoryBudget(host='16GiB'), "
+                f"got {budget!r}"
+            )
+        most = optional("max_workers", max_workers) or max(1, usable_processors() // ranks)
+        samples: Any = dataset
+        order: dict[str, Any] = {"batch_sampler": sampler_or_stream}
+        if isinstance(sampler_or_stream, BudgetedIterableDataset):
+            if dataset is not None or collate_fn is not None:
+                raise OptionError(
+                    "a stream has a data set and a collate_fn of its own: leave both out"
+                )
+            samples, order = sampler_or_stream, {"batch_size": None}
+        loader = DataLoader(
+            samples,
+            collate_fn=collate_fn,
+            num_workers=1,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            **order,
         )
-    most = optional("max_workers", max_workers) or max(1, usable_processors() // ranks)
-    samples: Any = dataset
-    order: dict[str, Any] = {"batch_sampler": sampler_or_stream}
-    if isinstance(sampler_or_stream, BudgetedIterableDataset):
-        if dataset is not None or collate_fn is not None:
-            raise OptionError("a stream has a data set and a collate_fn of its own: leave both out")
-        samples, order = sampler_or_stream, {"batch_size": None}
-    loader = DataLoader(
-        samples,
-        collate_fn=collate_fn,
-        num_workers=1,
-        worker_init_fn=worker_init_fn,
-        multiprocessing_context=multiprocessing_context,
-        **order,
-    )
-    model = HostModel.of(loader, later=parse_bytes(reserve))
-    shm = shared_memory()
-    given = [shared, None if shm is None else shm.free_bytes // ranks]
-    limits: Any = {
-        "the host's budget": (host, format_bytes),
-        str(SHM): (min((size for size in given if size is not None), default=inf), format_bytes),
-        "open files (ulimit -n)": (free_descriptors(), str),
-    }
-    pins = torch.accelerator.is_available()
+        model = HostModel.of(loader, later=parse_bytes(reserve))
+        shm = shared_memory()
+        given = [shared, None if shm is None else shm.free_bytes // ranks]
+        limits: Any = {
+            "the host's budget": (host, format_bytes),
+            str(SHM): (min((one for one in given if one is not None), default=inf), format_bytes),
+            "open files (ulimit -n)": (free_descriptors(), str),
+        }
+        pins = torch.accelerator.is_available()
 
-    def over(workers: int, prefetch: int) -> str:
-        """The limit that these options exceed, for people; empty where they fit."""
-        needs = model.needs(workers, prefetch, pins=pins)
-        needed = (needs.total_bytes, needs.shared_bytes, needs.descriptors)
-        for amount, (name, (limit, text)) in zip(needed, limits.items(), strict=True):
-            if amount > limit:
-                return f"{name}: {text(amount)} of {text(limit)}"
-        return ""
+        def over(workers: int, prefetch: int) -> str:
+            """The limit that these options exceed, for people; empty where they fit."""
+            needs = model.needs(workers, prefetch, pins=pins)
+            needed = (needs.total_bytes, needs.shared_bytes, needs.descriptors)
+            for amount, (name, (limit, text)) in zip(needed, limits.items(), strict=True):
+                if amount > limit:
+                    return f"{name}: {text(amount)} of {text(limit)}"
+            return ""
 
-    pins = pins and not over(0, 0)
-    if over(0, 0):  # host bytes: without workers nothing is in /dev/shm or an open file
-        needs = model.needs(0, 0, pins=False)
-        raise BudgetError(
-            "even without workers the loader needs more than the host's budget of "
-            f"{format_bytes(host)}: raise it to MemoryBudget(host={needs.total_bytes}), "
-            f"{format_bytes(needs.total_bytes)}, at least. Or free memory, make micro-batches "
-            "smaller (a sampler's limits=, a stream's max_batch_size=), or buffer fewer samples (a "
-            f"stream's look_ahead=):\n{needs.table(host)}"
-        )
-    workers = next((n for n in range(most, 0, -1) if not over(n, 1)), 0)
+        pins = pins and not over(0, 0)
+        if over(0, 0):  # host bytes: without workers nothing is in /dev/shm or an open file
+            needs = model.needs(0, 0, pins=False)
+            raise BudgetError(
+                "even without workers the loader needs more than the host's budget of "
+                f"{format_bytes(host)}: raise it to MemoryBudget(host={needs.total_bytes}), "
+                f"{format_bytes(needs.total_bytes)}, at least. Or free memory, make micro-batches "
+                "smaller (a sampler's limits=, a stream's max_batch_size=), or buffer fewer "
+                f"samples (a stream's look_ahead=):\n{needs.table(host)}"
+            )
+        fitting = next((n for n in range(most, 0, -1) if not over(n, 1)), 0)
+    workers = min(joined.gather_objects(fitting))
     prefetch = next((n for n in range(_PREFETCH, 0, -1) if workers and not over(workers, n)), 0)
     more = over(workers + 1, 1) if workers < most else over(workers, prefetch + 1)
+    if workers < fitting:
+        more = "another rank, where no more workers fit"
     limited_by = more or f"max_workers={most}, or the processors of this rank"
     if not workers:
         _log.warning("no worker fits: %s; batches will be loaded in the loop", limited_by)

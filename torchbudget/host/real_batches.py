@@ -7,16 +7,21 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from itertools import chain, cycle, islice
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.cost.batch_recipe import leaves_of
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import Sizes
-from torchbudget.data.collate.collates import PackCollate, PadCollate
+from torchbudget.data.collate.collates import IDS, PackCollate, PadCollate
 from torchbudget.data.collate.columns import FieldPath, key_of, show, take_apart
+from torchbudget.data.collate.layouts import ATTENTION_MASK, PaddedLayout
 from torchbudget.data.sizes.key import SizeKey, sizes_one_by_one
 from torchbudget.data.sizes.sizes_of import SizeDataset, shape_of, sizes_of, spread
 from torchbudget.errors import CollateError, CostError, OptionError, SizesError
@@ -108,10 +113,13 @@ class RealBatches:
         collate: Callable[[list[Any]], Any] | None,
         tokenizer: Any,
         *,
+        modules: Sequence[nn.Module],
         multiple: int,
         num_workers: int,
     ) -> RealBatches:
         """Find the key that is not given, read all sizes, and make the collate that is not given.
+
+        It adds a mask to `input_ids` without one, if one of the modules takes it.
 
         Raises:
             SizesError: it is a stream; not exactly one field is ragged; or a sample has no size.
@@ -127,6 +135,7 @@ class RealBatches:
         if key is None or collate is None:
             fields = _fields(dataset)
             key = _found(fields) if key is None else key
+            tokenizer = _of_model(modules, fields) if tokenizer is None else tokenizer
             collate = _padding(key, fields, tokenizer, multiple) if collate is None else collate
         if isinstance(key, AxesKey) and key.axes == (0,) and len(key.path) < 2 and not key.fixed:
             key = key.path[0] if key.path else None  # lengths of columns are read fast
@@ -191,6 +200,25 @@ class RealBatches:
                 "packed=True states that it does not"
             )
         return True
+
+    def padding(self) -> list[str]:
+        """A line of what pads each field of integers, if a `PadCollate` pads several.
+
+        It is seen in a batch of four samples, with the smallest and the largest one.
+        """
+        if not isinstance(self.collate, PadCollate):
+            return []
+        sizes, found = self.sizes.reshape(len(self.sizes), -1).sum(axis=1), []
+        few = [0, len(sizes) - 1, int(sizes.argmin()), int(sizes.argmax())]
+        batch = self.collate([one for _, one in SizeDataset(self.dataset, None).samples(few)])
+        fields = zip(batch._known.layouts.items(), batch._known.fields(batch.data), strict=True)
+        for (path, layout), value in fields:
+            if isinstance(layout, PaddedLayout) and not value.is_floating_point():
+                padded = value[~layout.mask(value.device)].flatten()[:1].tolist()
+                found += [f"{key_of(path)!r} with {one}" for one in padded]
+        mask = self.collate.mask
+        to_pass = f"; the step must pass {mask!r} to the model" if mask else ""
+        return [f"pads   {', '.join(found)}{to_pass}"] if len(found) > 1 else []
 
     def rounded(self) -> Sizes:
         """The padded size of each sample alone: shape `(N, d)`."""
@@ -281,6 +309,20 @@ def _found(fields: Sequence[_Field]) -> AxesKey:
         f"cost depends on, as in size={names[0]!r}; several, as in size={(*names[:2],)!r}; or a "
         "function that returns the size of a sample"
     )
+
+
+def _of_model(modules: Sequence[nn.Module], fields: Sequence[_Field]) -> Any:
+    """How a tokenizer would pad ids for a model that takes a mask; `None`: samples have a mask."""
+    named = {one.path: one.ragged and one.axes for one in fields}
+    if named.get((IDS,)) != 1 or (ATTENTION_MASK,) in named:
+        return None
+    for model in modules:
+        while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
+            model = next(model.children())
+        if ATTENTION_MASK in signature(model.forward).parameters:
+            token = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+            return SimpleNamespace(pad_token_id=token, padding_side="right")
+    return None
 
 
 def _padding(

@@ -119,8 +119,8 @@ class Cursor:
         state = {
             **{name: getattr(self, name) for name in PLACE},
             "groups": None if self.groups is None else list(self.groups),
-            "dealt": _text(dealt),
-            "left": _text(left),
+            "dealt": None if dealt is None else as_text(dealt),
+            "left": None if left is None else as_text(left),
             "order": dict(order),
             "dealing": None if plan is None else plan.dealing_digest,
         }
@@ -149,7 +149,7 @@ class Cursor:
         for text in (state["dealt"], None if same else state["left"]):
             if text is not None:
                 left = np.ones(samples, np.bool_) if left is None else left
-                left[left] = _mask(text, int(left.sum()))
+                left[left] = as_mask(text, int(left.sum()))
         return replace(found, left=left) if same else found.dealt_anew(left, plan)
 
 
@@ -180,12 +180,12 @@ def _digest(state: Mapping[str, Any]) -> str:
     return fingerprint(json.dumps(parts, sort_keys=True, default=repr))
 
 
-def _text(mask: BoolArray | None) -> str | None:
-    if mask is None:
-        return None
+def as_text(mask: BoolArray) -> str:
+    """The bits of a mask, as text."""
     return base64.b85encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode("ascii")
 
 
-def _mask(text: str, length: int) -> BoolArray:
+def as_mask(text: str, length: int) -> BoolArray:
+    """The mask of a text."""
     packed = zlib.decompress(base64.b85decode(text))
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=length).astype(np.bool_)

@@ -22,6 +22,7 @@ MEANING: Final = {
     "weights": "the weights",
     "groups": "the samples' groups",
     "units": "the samples' units",
+    "workers": "the number of workers (at least 1)",
 }
 # A cost is called with these numbers of samples, and this many sizes on a logarithmic scale.
 _NUMBERS: Final = np.array([1, 2, 3, 7, 64])

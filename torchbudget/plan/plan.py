@@ -49,6 +49,10 @@ _SURVEYED: Final = 4  # windows in which a cap on time is looked for
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
+ALL_DROPPED: Final = (
+    "drop_last=True drops all {}: they fill no step, or no micro-batch on each rank, or no group "
+    "does; pass drop_last=False"
+)
 
 
 class Stretch(NamedTuple):
@@ -343,10 +347,7 @@ class Plan:
         stretches = [self._stretch(cursor, at, self._end(part, at)) for part, at in begins]
         fresh = not cursor.stop and cursor.groups is None
         if fresh and not any(one.end > one.start for one in stretches):
-            raise OptionError(
-                f"drop_last=True drops all {self.order.samples} samples of the epoch: they fill no "
-                "step, or no micro-batch on each rank, or no group does; pass drop_last=False"
-            )
+            raise OptionError(ALL_DROPPED.format(f"{self.order.samples} samples of the epoch"))
         return cursor, begun, stretches
 
     def _check(self, cursor: Cursor, stretch: Stretch) -> None:
@@ -399,10 +400,12 @@ class Plan:
         if self.ranks.repeats:  # a multiple of the ranks' number can always be split evenly
             indices = np.resize(indices, -(-len(indices) // number) * number)
         if len(indices) < number:
+            again = "start the next epoch"
+            if self._parts.counts[self._parts.at(start)] < number:  # it would be the same
+                again = "add samples (merge small groups, or drop them by drop_last=True)"
             raise UnevenRanksError(
-                f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
-                f"{self.ranks.number} ranks; use at most {len(indices)} ranks, or start the next "
-                "epoch"
+                f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for {number} "
+                f"ranks; use at most {len(indices)} ranks, or {again}"
             )
         sizes = self._sizes_at(indices)
         return indices, sizes.reshape(windows, -1, *sizes.shape[1:]), left

@@ -18,7 +18,7 @@ _CHUNK: Final = 2**16
 # is bound by the cache, and the given array is often int64.
 _COPY_BYTES: Final = 2**25
 _LARGEST: Final = 2**48
-_OF_SAMPLES: Final = "sizes_of(dataset, …) reads them from samples"
+_OF_SAMPLES: Final = "sizes_of(dataset, …) reads them from samples; of seconds, count frames"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -166,34 +166,24 @@ class GradAccumulator(AccumulatesGradients):
         return self._pending.micro_batches
 
     @contextmanager
-    def single_steps(self) -> Iterator[None]:
-        """Make each micro-batch inside a measured step of its own; all are forgotten at the end.
+    def measured(self, *, steps: bool) -> Iterator[None]:
+        """Make each micro-batch inside a step of its own, or let none end a step; forget all.
 
         Where steps have several, gradients stay allocated, as a later one of a step finds them.
         """
-        several = self.has_several()
-        with self._measured(micro_batches=1):
-            self._keeps_gradients = several
-            yield
-
-    def no_steps(self) -> AbstractContextManager[None]:
-        """Let no micro-batch inside end a step; all are forgotten at the end."""
-        return self._measured(micro_batches=None)
-
-    def has_several(self) -> bool:
-        """Return whether steps have several micro-batches."""
-        return self._boundary.has_several()
-
-    @contextmanager
-    def _measured(self, *, micro_batches: int | None) -> Iterator[None]:
         before = vars(self).copy()
+        self._keeps_gradients = self.has_several()
         self._pending = Pending()
-        self._boundary = step_boundary_of(micro_batches, None, None, ranks=1)
+        self._boundary = step_boundary_of(1 if steps else None, None, None, ranks=1)
         try:
             with self._detector.muted():
                 yield
         finally:
             vars(self).update(before)
+
+    def has_several(self) -> bool:
+        """Return whether steps have several micro-batches."""
+        return self._boundary.has_several()
 
     # ------------------------------------------------------------------ micro-batches
 

@@ -25,7 +25,7 @@ from torchbudget.protocols import (
     SplittablePaddedBatch,
     Stateful,
 )
-from torchbudget.restoring import TrainingState, reachable
+from torchbudget.restoring import TrainingState, modes_of, reachable
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import masked_rows, moved, num_samples, unmasked
 from torchbudget.train.step import Pending, Step, check_scalar, in_float64
@@ -223,13 +223,12 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
 @contextmanager
 def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     """Modules are in evaluation mode inside, and then each part in the mode that it was in."""
-    parts = list(dict.fromkeys(part for model in models for part in model.modules()))
-    modes = [(part, part.training) for part in parts]
+    put_back = modes_of(models)
     # A forward of DDP may broadcast buffers: a collective that a rank without a batch would
     # never join.
     broadcasting = [
         part
-        for part in parts
+        for part in {part for model in models for part in model.modules()}
         if isinstance(part, DistributedDataParallel) and part.require_forward_param_sync
     ]
     for replicated in broadcasting:
@@ -241,11 +240,7 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         # Before 2.11, an open autocast has cached casts that were made without a graph.
         torch.clear_autocast_cache()
-        for part, mode in modes:
-            if part.training != mode:
-                part.train(mode)
-        for part, mode in modes:
-            part.training = mode  # of a part of several modules, which the last one has changed
+        put_back()
         for replicated in broadcasting:
             replicated.require_forward_param_sync = True
 

@@ -57,11 +57,19 @@ class TestReading:
             batch["x"] = 1
         with pytest.raises(AttributeError):
             batch.num_samples = 1
-        for fields in ({"x": torch.zeros(2)}, {"z": batch["x"]}, {"x": 1}):
-            with pytest.raises(TypeError, match="cannot change its fields"):
-                batch.update(fields)
         with pytest.raises(TypeError, match="cannot change its fields"):
+            batch.update({"z": batch["x"]})
+        for fields in ({"x": torch.zeros(2)}, {"x": 1}):
+            with pytest.raises(CollateError, match="fields of other shapes"):
+                batch.update(fields)
+        with pytest.raises(CollateError, match="fields of other shapes"):
             collate(tuples)[0] = torch.zeros(2)
+
+    def test_it_is_not_batched_again(self, collate: Any) -> None:
+        """`default_collate` would make a plain dict or list of shape (1, n, L)."""
+        for samples in (dicts, tuples):
+            with pytest.raises(CollateError, match="batch_size=None"):
+                list(DataLoader([collate(samples)]))
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_a_loader_without_batches_lets_it_be(self, collate: Any, workers: int) -> None:

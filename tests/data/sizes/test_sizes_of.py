@@ -109,7 +109,7 @@ def test_subclasses_and_wrappers_are_read_as_they_say():
     pandas = pytest.importorskip("pandas", reason=WHY)
     frame = pandas.DataFrame({"raw": ["abc", "é🙂"]})
     for columns in (datasets.DatasetDict(train=rows_of(2)), frame):
-        with pytest.raises(SizesError, match="sample 0 cannot be read: KeyError"):
+        with pytest.raises(SizesError, match=r"cannot be read: KeyError|same sample at index 0"):
             of(columns, "raw")
     assert of(frame["raw"].tolist()).tolist() == [3, 2]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_pickle, check_every_stop
@@ -23,7 +24,7 @@ from tests.support.streams import (
     size_of,
 )
 from torchbudget import BudgetedIterableDataset
-from torchbudget.errors import SampleError
+from torchbudget.errors import OptionError, SampleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -36,6 +37,10 @@ def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
         Numbered(SIZES) if source is None else source,
         **({"size": size_of, "collate_fn": same} | arguments),
     )
+
+
+def stacked(samples: Any) -> Any:
+    return torch.tensor(samples)
 
 
 @pytest.mark.parametrize(
@@ -198,3 +203,13 @@ def test_sources_that_break() -> None:
 
 
 # ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [None, stacked])
+def test_a_loader_that_would_batch_again_is_refused(workers: int, collate: Any) -> None:
+    """Whoever collates: a loader without `batch_size=None` would yield shapes (1, n, …)."""
+    source = [[[0] * 5] * 40] * 3
+    stream = BudgetedIterableDataset(source, TOKENS, 400, size=len, collate_fn=collate)
+    with pytest.raises(OptionError, match="batch_size=None"):
+        next(iter(DataLoader(stream, num_workers=workers)))

@@ -292,7 +292,7 @@ def test_freed_memory_goes_back(kind: str) -> None:
 @pytest.mark.parametrize("broken", [
     {"rounds": "x"}, {"start": None}, {"number": -1}, {"first_epoch": True}, {"to_come": "x"},
     {"checksum": "x"}, {"turn": 2}, {"workers": 3}, {"workers": [[1]]}, {"dealing": None},
-    {"epoch": -1}, {"epoch": None},
+    {"epoch": -1}, {"epoch": None}, {"part": "x"}, {"part": [1, None, [4, "x"]]}, {"part": [1]},
 ])  # fmt: skip
 def test_malformed_states(broken: dict[str, Any]) -> None:
     """Refused where they are loaded, and nothing is lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, two_fit
@@ -24,6 +26,7 @@ from tests.support.streams import (
     TOKENS,
     Numbered,
     OneProcess,
+    loader_of,
     numbers,
     processes_of,
     same,
@@ -35,7 +38,9 @@ from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost
 from torchbudget.errors import (
     BudgetError,
     OptionError,
+    OtherNumbersWarning,
     OversizeError,
+    SampleError,
     StateError,
     StateMismatchError,
     UnevenRanksError,
@@ -73,6 +78,13 @@ def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any
     return sizes, {"cost": cost, "budget": max(budget, 1), **options}, source
 
 
+@st.composite
+def other_rules(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of a stream's micro-batches; the budget is a factor."""
+    most = draw(st.sampled_from([None, 1, 3]))
+    return {"budget": draw(st.integers(1, 3)), "max_batch_size": most, "limits": []}
+
+
 REFUSALS = Refusals()
 
 
@@ -86,12 +98,12 @@ def reasons_of(made: Any) -> dict[str, bool]:
     """Why samples may not be dealt evenly to several ranks.
 
     With a source that all read, and room for two samples in every micro-batch, only where there are
-    fewer samples than ranks.
+    fewer samples than ranks; a look-ahead of some hundred samples changes nothing.
     """
     sizes, options, source = made
     ranks = options["num_replicas"]
     even = two_fit(sizes, options["cost"], options["budget"], options) and len(sizes) >= ranks
-    even &= not isinstance(source, list) and not {"look_ahead", "group"} & options.keys()
+    even &= not isinstance(source, list) and "group" not in options
     return {f"{ranks} ranks": ranks > 1 and not even}
 
 
@@ -124,7 +136,8 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
 def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> None:
     """In every process alone: what was given, and the rest, are the uninterrupted epoch.
 
-    The state is plain, and no larger than at the beginning but for a few digits.
+    The state is plain, and no larger than at the beginning but for a few digits, and one bit for
+    each sample of a window that was begun.
     """
     _, options, source = made
     make = partial(BudgetedIterableDataset, source, **options)
@@ -142,7 +155,52 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
         again = partial(OneProcess, slot=process.slot)
         stops = data.draw(st.lists(st.integers(0, len(whole)), max_size=2))
         assert in_parts(lambda again=again: again(make()), stops, save=save) == whole
-        assert max(lengths) < min(lengths) + 20
+        assert max(lengths) < min(lengths) + 80 + options["window"] // 6
+
+
+@given(streams(most_ranks=3), st.integers(1, 2), st.data())
+def test_under_other_rules_from_any_batch(made: Any, workers: int, data: st.DataObject) -> None:
+    """What is left comes once, on equal numbers of batches, within the new rules; and so again.
+
+    The state of one rank serves all, and the same rules continue with the same batches.
+    """
+    _, options, source = made
+    worker = data.draw(st.integers(0, workers - 1))
+    state, taken, whole = None, list[int](), list[int]()
+    for rules in [{}, *data.draw(st.lists(other_rules(), min_size=1, max_size=3))]:
+        now = options | rules | {"budget": options["budget"] * rules.get("budget", 1)}
+        make = partial(BudgetedIterableDataset, source, **now)
+
+        def resumed(make: Any = make, state: Any = state) -> list[OneProcess]:
+            those = [rank[worker] for rank in processes_of(make, workers)]
+            for one in those if state is not None else ():
+                one.load_state_dict(state)
+            return those
+
+        reasons = reasons_of((made[0], now, source))
+        if taken:  # two may fit, but what is left may be fewer samples than ranks
+            reasons = {f"{now['num_replicas']} ranks": now["num_replicas"] > 1}
+        rest = REFUSALS.accepted(lambda: [list(one) for one in resumed()], reasons)
+        if rest is None:
+            return
+        everything = [batch for rank in rest for batch in rank]
+        whole = whole or numbers(everything)
+        assert sorted(taken + numbers(everything)) == whole
+        assert len(set(map(len, rest))) == 1
+        for batch in everything:
+            for cost, amount in [(now["cost"], now["budget"]), *now["limits"]]:
+                assert bytes_of([size for _, size in batch], cost) <= amount
+        stop = data.draw(st.integers(0, len(rest[0])))
+        running = [(one, [*islice(one, stop)]) for one in resumed()]
+        assert [batches for _, batches in running] == [rank[:stop] for rank in rest]
+        states = [json.loads(json.dumps(one.state_dict())) for one, _ in running]
+        assert all(one == states[0] for one in states)
+        state = states[0]
+        if state["epoch"]:
+            return
+        taken += numbers([batch for _, batches in running for batch in batches])
+        again = resumed(make, state)
+        assert [[*one] for one in again] == [rank[stop:] for rank in rest]
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 3), st.integers(20, 200))
@@ -211,6 +269,36 @@ def test_drop_last_leaves_only_what_is_full() -> None:
         rank=0,
     )
     assert len({sum(map(len, map(list, rank))) for rank in processes_of(make, 1)}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_an_epoch_of_which_drop_last_leaves_nothing(workers: int) -> None:
+    """A tracked loop and a process that reads all of it raise, a worker beside others warns."""
+
+    def loader() -> DataLoader[Any]:
+        stream = BudgetedIterableDataset(shards, TOKENS, 20, size=size_of, **options)
+        return loader_of(stream, workers)
+
+    options: dict[str, Any] = {"drop_last": True, "collate_fn": len}
+    shards = [list(Numbered([2] * n)) for n in (3, 2)]
+    found = loader()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OtherNumbersWarning)  # of forked workers
+        with pytest.raises(OptionError, match="drop_last=True drops all samples of the epoch"):
+            list(found.dataset.tracked(found))  # type: ignore[attr-defined]
+    error: Any = (
+        (OptionError, "of the epoch") if workers < 2 else (OtherNumbersWarning, "of worker")
+    )
+    with pytest.raises(error[0], match=f"drop_last=True drops all samples {error[1]}"):
+        list(loader())
+    shards.append(list(Numbered([2] * 20)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OtherNumbersWarning)
+        assert sum(loader()) == 20
+    options["batches_per_epoch"] = 2
+    shards.pop()
+    with pytest.raises(SampleError, match="skipping or drop_last leave samples"):
+        list(loader())
 
 
 def test_a_predicate_instead_of_a_cost() -> None:
@@ -292,7 +380,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Spent(),
         {"on_error": "skip", "num_replicas": 2, "rank": 0},
         OptionError,
-        "split='ranks'",
+        r"transforms\.keep_if.*function \(shard, num_shards\)",
+    ),
+    "skip on ranks by index": (
+        range(9),
+        {"on_error": "skip", "num_replicas": 2, "rank": 0},
+        OptionError,
+        r"transforms\.keep_if.*function \(shard, num_shards\)",
     ),
     "iterators as shards": ([iter([1])], {}, OptionError, "shard 0 is an iterator"),
     "shuffle": (Spent(), {"shuffle": 1}, OptionError, "bool"),
@@ -345,7 +439,7 @@ def test_states_of_other_streams_are_refused() -> None:
     for options, text in (
         ({"window": 30}, "window: saved 20"),
         ({"seed": 3}, "seed"),
-        ({"budget": 100}, "end of a window"),
+        ({"look_ahead": 9000}, "end of a window"),
         ({"num_replicas": 2, "rank": 0}, "end of a window"),
     ):
         other = stream(**options)

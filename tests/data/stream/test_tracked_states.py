@@ -144,7 +144,7 @@ def test_loops_inside_a_tracked_loop_change_nothing(workers: int) -> None:
 
 
 def test_a_state_of_many_workers_is_small() -> None:
-    """The part that all of them have in common is saved once: 2 KB hold 32 workers."""
+    """What all of them have in common is saved once: 100 bytes a worker, and a bit a sample."""
     shards = [[str(n) for n in range(64)] for _ in range(64)]
     stream = BudgetedIterableDataset(shards, PaddedCost(unit_bytes=1), 20, size=len, window=32)
     slots = [WorkerSlot(worker=n, workers=32, rank=0, ranks=1) for n in range(32)]
@@ -156,6 +156,7 @@ def test_a_state_of_many_workers_is_small() -> None:
         assert cursors[-1].rounds
     dealing = stream._dealing(slots[0])
     plain = StreamState(cursors=cursors, dealing=dealing, turn=3).to_plain(seeks=False)
-    assert len(json.dumps(plain)) <= 2048 + 32 * 32 // 8
+    assert len(json.dumps(plain)) <= 700 + 32 * (100 + 32 // 8)
     found = StreamState.of_plain(json.loads(json.dumps(plain)))
-    assert (found.turn, found.cursors) == (3, cursors)
+    assert (found.turn, [at[:-1] for at in found.cursors]) == (3, [at[:-1] for at in cursors])
+    assert found.to_plain(seeks=False) == plain

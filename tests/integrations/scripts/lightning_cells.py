@@ -21,8 +21,22 @@ from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
-from tests.integrations.cells import BUDGET, EPOCHS, ONCE, loader_of, story, write_cells  # noqa: E402
-from torchbudget.errors import DiscardedStateWarning, OptionError, StateError  # noqa: E402
+from tests.integrations.cells import (  # noqa: E402
+    BUDGET,
+    EPOCHS,
+    ONCE,
+    ids_of,
+    loader_of,
+    story,
+    write_cells,
+)
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost  # noqa: E402
+from torchbudget.errors import (  # noqa: E402
+    DiscardedStateWarning,
+    OptionError,
+    StateError,
+    StateMismatchError,
+)
 from torchbudget.integrations.lightning import BudgetDataMixin  # noqa: E402
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -137,9 +151,62 @@ def parts_of(make: Any, by: str = "batch", **options: Any) -> Any:
 
 
 def run(
-    source: str, workers: int, by: str = "batch", kind: Any = DataLoader, stops: Any = ONCE
-) -> Any:
-    return story(parts_of(lambda: loader_of(source, workers, kind), by), stops)
+    source: str, workers: int, by: str = "batch", kind: Any = DataLoader, stops: Any = ONCE,
+    **options: Any,
+) -> Any:  # fmt: skip
+    return story(parts_of(lambda: loader_of(source, workers, kind), by, **options), stops)
+
+
+def several_fits(source: str, workers: int, **of_loader: Any) -> Any:
+    """Parts are fits of one trainer and one data module, whose loaders are made anew."""
+
+    def make() -> Any:
+        return loader_of(source, workers, **of_loader)
+
+    def part(state: Any, stop: int | None) -> Any:
+        if state is None and stop is None:
+            return fit(Data(make)), None
+        trainer, data, done = state or (trainer_of(max_epochs=-1), Data(make), 0)
+        trainer.fit_loop.epoch_loop.max_steps = total if stop is None else done + stop
+        model = Model()
+        trainer.fit(model, datamodule=data)
+        epochs = [batches for _, batches in sorted(model.epochs.items())]
+        return epochs, (trainer, data, done + sum(map(len, epochs)))
+
+    total = sum(map(len, fit(Data(make))))
+    return story(part, [[5, None, 2]])
+
+
+def check_endless_loaders(source: str) -> None:
+    """Loaders that are made anew go on in the pass over the data."""
+    endless = {"batches_per_epoch": 4}
+    one = loader_of(source, 0, **endless)
+    told = several_fits(source, 0, **endless)
+    anew = fit(Data(lambda: loader_of(source, 0, **endless)), reload_dataloaders_every_n_epochs=1)
+    assert anew == told["whole"] == fit(Data(lambda: one))
+    assert told["in_parts"] == [[*chain(*anew)]]
+    assert len({*chain(*chain(*anew))}) == len([*chain(*chain(*anew))])
+
+
+def check_other_data() -> None:
+    """Loaders that are made anew for another epoch may read other data, and be more."""
+
+    def make() -> Any:
+        sampler = MemoryBudgetBatchSampler([5] * next(sizes), PaddedCost(unit_bytes=1), 50)
+        data = [(number, 5) for number in range(sampler.plan.order.dataset_length)]
+        return DataLoader(data, batch_sampler=sampler, collate_fn=ids_of)
+
+    sizes, numbers = count(40), count(1)
+    more = fit(Data(lambda: [make()] * next(numbers)), reload_dataloaders_every_n_epochs=1)
+    assert [len(epoch[0]) for epoch in more] == [1, 2, 3]
+    sizes = count(40)
+    epochs = fit(Data(make), reload_dataloaders_every_n_epochs=1)
+    assert [sorted(chain(*epoch)) for epoch in epochs] == [[*range(n)] for n in (40, 41, 42)]
+    trainer, data = trainer_of(max_epochs=-1, max_steps=2), Data(make)
+    trainer.fit(Model(), datamodule=data)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    with pytest.raises(StateMismatchError, match="the samples' sizes"):
+        trainer.fit(Model(), datamodule=data)
 
 
 def check_a_limit(source: str) -> None:
@@ -166,7 +233,12 @@ def check_several_loaders(source: str) -> None:
     path = f"{folder}/several"
     fit(Data(pair), Save(path, 3))
     data = Data(lambda: loader_of(source, 0))
-    check_refused(StateError, "return those that it was saved with", data, ckpt_path=path)
+    check_refused(StateError, "budget_loader returned 1: return as many", data, ckpt_path=path)
+    trainer, data = trainer_of(max_epochs=-1, max_steps=16), Data(pair)
+    trainer.fit(Model(), datamodule=data)
+    trainer.fit_loop.epoch_loop.max_steps = 20
+    with pytest.raises(StateError, match="pass it as ckpt_path"):  # the shorter one has ended
+        trainer.fit(Model(), datamodule=data)
 
 
 def by_itself(source: str, workers: int, **options: Any) -> Any:
@@ -209,22 +281,29 @@ def check_the_search_of_a_learning_rate() -> None:
     loader = loader_of("sampler", 0)
     trainer, model = trainer_of(), Model()
     options = {"num_training": 5, "early_stop_threshold": None}
-    Tuner(trainer).lr_find(model, datamodule=Data(lambda: loader), **options)
+    data = Data(lambda: loader)
+    Tuner(trainer).lr_find(model, datamodule=data, **options)
     assert len(model.epochs.pop(0)) >= 5
-    trainer.fit(model, datamodule=Data(lambda: loader))
+    trainer.fit(model, datamodule=data)
     assert [*model.epochs.values()] == fit(Data(lambda: loader_of("sampler", 0)))
 
 
 check_refusals()
 if ranks == 1:
     check_the_search_of_a_learning_rate()
+    check_other_data()
     for source in ("sampler", "stream"):
+        check_endless_loaders(source)
         check_a_limit(source)
         check_several_loaders(source)
 settings = {
     "DataLoader": lambda *cell: run(*cell, stops=STOPS),
     "StatefulDataLoader": lambda *cell: run(*cell, kind=StatefulDataLoader),
     "max_steps": lambda *cell: run(*cell, "max_steps"),
+    "reload_dataloaders_every_n_epochs": lambda *cell: run(
+        *cell, stops=STOPS, reload_dataloaders_every_n_epochs=1
+    ),
+    "several fits": several_fits,
     "a step fails": lambda *cell: run(*cell, "error"),
     "by itself": lambda *cell: by_itself(*cell, **BY_ITSELF),
     "by itself, use_distributed_sampler": by_itself,

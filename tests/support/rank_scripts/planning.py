@@ -119,6 +119,9 @@ def compare() -> dict[str, Any]:
     rank, _ = join(timeout=timedelta(seconds=20))
     other_cost, less = PaddedCost(unit_bytes=1, fixed_bytes=rank), 2000 - 300 * rank
     mine = MemoryBudget(device=2000 + 300 * rank, host=10**6 - rank)
+    parts: Any = {"look_ahead": 30_000, "max_batch_size": 1}
+    roomy = MemoryBudget(device=2000, host=10**9)
+    shards = [list(texts(LENGTHS[n::4])) for n in range(4)]
     cases: dict[str, Callable[[], Any]] = {
         "same": planned,
         "budget": lambda: planned(budget=less),
@@ -147,12 +150,21 @@ def compare() -> dict[str, Any]:
         "stream, of rank, workers": lambda: tracked(streamed(OfRank()), workers=2),
         "stream, of rank, plain": lambda: streamed(OfRank()),
         "stream, crops": lambda: tracked(streamed(transforms=[Crops()]), workers=1),
+        "stream, 1 and 2 workers": lambda: tracked(streamed(), workers=1 + rank),
+        "stream, 1 and 2 workers of shards": lambda: tracked(streamed(shards), workers=1 + rank),
+        "stream, the host's look-ahead": lambda: tracked(streamed(budget=roomy), workers=1 + rank),
+        "stream, parts of a look-ahead": lambda: tracked(streamed(**parts), workers=1),
+        "stream, same, with a worker and without": lambda: tracked(streamed(shards), workers=rank),
     }
     outcomes = {name: outcome(case) for name, case in cases.items()}
     # Not only once: what differs is refused again. In inference mode, too.
     twice = planned(window=64 + rank)
     with torch.inference_mode():
         outcomes["once"], outcomes["twice"] = outcome(lambda: twice), outcome(lambda: twice)
+    # Equal at first, and then not.
+    loop = streamed(shards)
+    list(tracked(loop, workers=1))
+    outcomes["stream, unequal later"] = outcome(lambda: tracked(loop, workers=2 + rank))
     # Once: a second loop needs no other rank.
     again = planned()
     list(again)
@@ -166,6 +178,17 @@ def compare() -> dict[str, Any]:
         thread.start()
         thread.join()
     return outcomes
+
+
+def workers_of_ranks() -> list[Any]:
+    """The workers that `loader_options` gives two ranks, of which one has room for one only."""
+    rank, _ = join()
+    host = MemoryBudget(host="64GiB")
+    chosen = loader_options(streamed(), host, max_workers=2 - rank)
+    alone = loader_options(streamed(num_replicas=2, rank=0), host, max_workers=2 - rank)
+    less = MemoryBudget(host=2**20) if rank else host
+    refused = error_of(lambda: loader_options(streamed(), less, max_workers=1))
+    return [chosen["num_workers"], chosen.limited_by, alone["num_workers"], refused]
 
 
 def missing() -> str:

@@ -376,6 +376,7 @@ class MappingView(Batch, Mapping[Any, Any]):
 
         Raises:
             TypeError: the fields are others.
+            CollateError: they have other shapes.
         """
         _take_over(self, {**self.data, **fields})
 
@@ -403,8 +404,13 @@ MutableSequence.register(SequenceView)
 
 def _take_over(batch: Batch, data: Any) -> None:
     known = batch._arrangement
-    is_same = tree_structure(data) == tree_structure(batch.data)
-    if not is_same or (known is not None and not known.fits(data)):
+    if known is not None and not known.fits(data):
+        # No TypeError: torch would make a plain dict of shape (1, n, L) instead.
+        raise CollateError(
+            "a batch cannot take fields of other shapes: change a copy, dict(batch). If a "
+            "DataLoader batches the batches of a stream again, pass batch_size=None to it"
+        )
+    if tree_structure(data) != tree_structure(batch.data):
         raise TypeError("a batch cannot change its fields: change a copy, dict(batch)")
     batch._data = data
 

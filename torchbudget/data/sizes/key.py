@@ -12,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchbudget.checks import is_int
+from torchbudget.checks import is_int, is_number
 from torchbudget.errors import OptionError, SizesError
 
 FieldName: TypeAlias = str | int
 Size: TypeAlias = int | tuple[int, ...]
 SizeKey: TypeAlias = FieldName | tuple[FieldName, ...] | Callable[[Any], Size] | None
+
+
+_AN_INT: Final = "an int: of seconds, the number of frames, such as round(100 * seconds)"
 
 
 def check_key(key: SizeKey) -> None:
@@ -135,16 +138,14 @@ def _length(value: Any) -> int:
             "as in key='input_ids'"
         )
     shape = getattr(value, "shape", None)
-    if not isinstance(shape, tuple):
-        return len(value)
-    if not shape:
-        raise TypeError("a 0-dimensional array has no length")
-    return int(shape[0])
+    if is_number(value) or shape == ():
+        raise TypeError(f"{value!r:.50} has no length; give a function that returns {_AN_INT}")
+    return int(shape[0]) if isinstance(shape, tuple) else len(value)
 
 
 def _count(size: Any) -> int:
-    if isinstance(size, (bool, np.bool_)) or getattr(size, "dtype", None) is torch.bool:
-        raise TypeError(f"expected an int, got {size!r}")
+    if isinstance(size, (bool, float, np.bool_)) or getattr(size, "dtype", None) is torch.bool:
+        raise TypeError(f"expected {_AN_INT}, got {size!r}")
     count = operator.index(size)
     if not 0 <= count < 2**63:
         raise ValueError(f"expected a size between 0 and 2**63 - 1, got {count}")

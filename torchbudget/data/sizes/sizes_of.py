@@ -16,9 +16,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from torchbudget.cost.protocol import Sizes
+from torchbudget.data.indexed import check_indexed
 from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
 from torchbudget.errors import OptionError, OtherSizesWarning, SizesError
 from torchbudget.files import write_whole
@@ -87,6 +88,7 @@ def sizes_of(
     >>> sizes_of([torch.zeros(3, 32, 48)], lambda image: image.shape[-2:], progress=False)
     array([[32, 48]], dtype=int32)
     """
+    check_indexed(dataset, SizesError)
     measured = SizeDataset(dataset, key)
 
     def measure() -> Sizes:
@@ -114,17 +116,10 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
     """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`.
 
     Raises:
-        SizesError: the dataset is not map-style.
         OptionError: the key is none.
     """
 
     def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
-            raise SizesError(
-                "expected a map-style dataset, with __getitem__ and __len__, got "
-                f"{type(dataset).__name__}; for a stream use BudgetedIterableDataset(source, cost, "
-                "budget, size=…)"
-            )
         check_key(key)
         self.dataset = dataset
         self.key = key

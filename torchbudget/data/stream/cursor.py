@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from torchbudget.checks import is_int
+from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.plan.cursor import BoolArray, as_mask, as_text
 from torchbudget.plan.fingerprint import Plain
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
@@ -21,6 +24,8 @@ _NUMBERS: Final = 7
 _DONE: Final = 9
 # The options that must be the same for positions to mean the same samples.
 _ORDER: Final = ("split", "shuffle", "seed", "window", "sized", "batches_per_epoch")
+# And those for the rest of a part to be the same samples.
+_READING: Final = ("worker", "workers", "rank", "ranks", "look_ahead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,35 @@ def share_of(batches: int | None, worker: int, workers: int) -> int | None:
     return None if batches is None else (batches + workers - 1 - worker) // workers
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamPart:
+    """The samples that are read and cut together from a cursor on.
+
+    Attributes:
+        checksum: of their sizes.
+        done_after: number of the rounds after which each sample is done, in the order in which they
+            were read; 0: no round takes it.
+        dealt: which of the first samples the rounds take at all, where an earlier cut has dealt
+            others; `None`: all.
+    """
+
+    checksum: int | None
+    done_after: IntArray
+    dealt: BoolArray | None = None
+
+    def to_plain(self, rounds: int) -> list[Any]:
+        """Return plain JSON types: a bit for each sample that is left after some rounds."""
+        masks = self.dealt, self.done_after > rounds
+        return [self.checksum, *(m if m is None else [len(m), as_text(m)] for m in masks)]
+
+    @classmethod
+    def of_plain(cls, plain: Any, rounds: int) -> StreamPart:
+        """Return the part that was saved after some rounds."""
+        checksum, dealt, (number, left) = plain
+        done_after = np.where(as_mask(left, number), rounds + 1, 0)
+        return cls(checksum, done_after, dealt and as_mask(dealt[1], dealt[0]))
+
+
 class StreamCursor(NamedTuple):
     """A place between two micro-batches of one process.
 
@@ -67,6 +101,8 @@ class StreamCursor(NamedTuple):
         source: the source's own state at or before `checked`, if it has one.
         checked: the first item of the samples that were begun; with no round done, of those before.
         checksum: of their sizes; with rounds done, of their cuts too; `None`: none were begun.
+        part: the samples that are cut together; between two parts, those that an earlier cut has
+            left of some; `None`: unknown, or all of them.
     """
 
     epoch: int
@@ -78,6 +114,7 @@ class StreamCursor(NamedTuple):
     source: dict[str, Any] | None = None
     checked: int = 0
     checksum: int | None = None
+    part: StreamPart | None = None
 
     def following(self, batches: int | None) -> StreamCursor:
         """Return the place before the first micro-batch of the next epoch."""
@@ -87,9 +124,18 @@ class StreamCursor(NamedTuple):
 
     def next_pass(self) -> StreamCursor:
         """Return the place where the source starts over."""
-        return self._replace(
-            number=self.number + 1, start=0, rounds=0, source=None, checked=0, checksum=None
-        )
+        number = self.number + 1
+        return StreamCursor(self.epoch, 0, 0, self.first_epoch, number, self.to_come)
+
+    def dealt_anew(self, checksum: int | None, left: BoolArray) -> StreamCursor:
+        """Return the place at which samples that an earlier cut has left are cut again.
+
+        Args:
+            checksum: of the sizes of the samples from here on that the earlier cut has seen.
+            left: which of them are left.
+        """
+        part = StreamPart(checksum, left.astype(np.int64), left)
+        return self._replace(rounds=0, checksum=None, part=part)
 
     def window(self, length: int) -> int:
         """Number of the window that it is in, counted over passes."""
@@ -159,6 +205,8 @@ class StreamState:
     def moved(self, worker: int, cursor: StreamCursor) -> StreamState:
         """Return the state after a batch of a worker, which stands there now."""
         cursors = self.cursors.copy()
+        if cursor.rounds and cursor.part is None:  # it was sent with the part's first batch
+            cursor = cursor._replace(part=cursors[worker].part)
         cursors[worker] = cursor
         turn = (worker + 1) % len(cursors)
         return StreamState(cursors=cursors, dealing=self.dealing, turn=turn)
@@ -166,7 +214,9 @@ class StreamState:
     @property
     def is_beginning(self) -> bool:
         """True if nothing of the source was read before."""
-        return not any(at.start or at.rounds or at.number or at.to_come == 0 for at in self.cursors)
+        return not any(
+            at.start or at.rounds or at.number or at.part or at.to_come == 0 for at in self.cursors
+        )
 
     def following(self, batches: int | None, *, ended: bool = False) -> StreamState:
         """Return the next epoch's beginning if this one has no more, else the same state.
@@ -188,13 +238,18 @@ class StreamState:
     def to_plain(self, *, seeks: bool) -> dict[str, Any]:
         """Return plain JSON types, except for the source's own states; some 50 bytes a worker.
 
+        Within a part of a worker, there is one bit more for each of the part's samples.
+
         Args:
             seeks: the source continues by its own state; otherwise its items are skipped.
 
         If each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
-        workers = [list(cursor[1:]) for cursor in self.cursors]
+        workers = [
+            [*at[1:-1], None if at.part is None else at.part.to_plain(at.rounds)]
+            for at in self.cursors
+        ]
         plain = {"dealing": dict(self.dealing), "turn": self.turn, "workers": workers}
         rank, ranks = self.dealing["rank"], self.dealing["ranks"]
         name = "processes" if rank is None else f"rank {rank} of {ranks}"
@@ -219,17 +274,20 @@ class StreamState:
             )
         try:
             [plain] = state[named[0]]
-            dealing, turn = dict(plain["dealing"]), plain["turn"]
-            cursors = [StreamCursor._make([state["epoch"], *row]) for row in plain["workers"]]
+            epoch, dealing, turn = state["epoch"], dict(plain["dealing"]), plain["turn"]
+            cursors = [
+                StreamCursor._make([epoch, *row, part and StreamPart.of_plain(part, row[1])])
+                for *row, part in plain["workers"]
+            ]
             default = StreamCursor(0)  # None is valid for its fields that are None
-            of = [one for cursor in cursors for one in zip(cursor, default, strict=True)]
+            of = [one for at in cursors for one in zip(at[:-1], default[:-1], strict=True)]
             numbers = [n for n, usual in of if n is not None or usual is not None]
             wrong = [n for n in numbers if not (isinstance(n, dict) or (is_int(n) and n >= 0))]
             dealt = turn in range(dealing["workers"]) and len(cursors) in (1, dealing["workers"])
             if wrong or not dealt:
                 raise ValueError(f"{wrong} must be ints of at least 0, turn={turn!r} a worker")
             return cls(cursors=cursors, dealing=dealing, turn=turn)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, zlib.error) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
 
     def check_order(self, dealing: Plain) -> None:
@@ -256,15 +314,20 @@ class StreamState:
         part = [] if alone else ["worker", "workers"]
         if dealing["split"] == "ranks":
             part += ["rank", "ranks"]
-        inside = cursor.rounds and _differences(saved, dealing, dealing)
+        # Without its samples, a part can only be cut by the same rules.
+        same = _READING if cursor.part else dealing if cursor.rounds else ()
+        inside = _differences(saved, dealing, same)
         differs = inside or _differences(saved, dealing, part)
         if differs and not self.is_beginning:
             raise StateMismatchError(
                 f"worker {slot.worker} of {slot.workers} cannot continue from a state of worker "
                 f"{saved['worker']} of {workers} after {cursor.rounds} micro-batches of a window: "
-                "other rules, ranks or workers can continue only at the end of a window, and from "
-                f"the same part of the source, which needs num_workers={workers}: {differs}"
+                "other ranks, workers or look-aheads can continue only at the end of a window, and "
+                f"from the same part of the source, which needs num_workers={workers}: {differs}"
             )
+        if cursor.rounds and cursor.part and _differences(saved, dealing, dealing):
+            left = cursor.part.done_after > cursor.rounds
+            cursor = cursor.dealt_anew(cursor.part.checksum, left)
         if cursor.to_come is None or workers == slot.workers:
             return cursor
         to_come = sum(each.to_come or 0 for each in self.cursors)

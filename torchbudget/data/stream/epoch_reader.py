@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchbudget.data.stream.cursor import Standing, StreamCursor, WorkerSlot
 from torchbudget.data.stream.windows import Found, Windows
-from torchbudget.errors import SampleError
+from torchbudget.errors import OptionError, OtherNumbersWarning, SampleError
+from torchbudget.plan.plan import ALL_DROPPED
+from torchbudget.warn import warn
 
 if TYPE_CHECKING:
     from torchbudget.data.stream.dataset import BudgetedIterableDataset
@@ -53,11 +55,12 @@ class EpochReader(Iterator[Any]):
         at = self.present[0] = self.standing
         try:
             left = iter(()) if at.to_come == 0 else self._batches
-            begun, rounds, (batch, padded_size) = next(left)
+            begun, rounds, (batch, padded_size, _) = next(left)
             collate_fn, self.planned = self._stream._collate_fn, (padded_size, len(batch))
             if collate_fn is not list:  # otherwise the batch is the list of samples itself
                 batch = collated(collate_fn, batch)
         except StopIteration:
+            self._check_dropped()
             at.ended = True
             self.end()
             raise
@@ -70,6 +73,21 @@ class EpochReader(Iterator[Any]):
             if not at.to_come:
                 self.end()
         return batch
+
+    def _check_dropped(self) -> None:
+        """Warn if `drop_last` has dropped each sample of the epoch in this process.
+
+        Raises:
+            OptionError: no other process has samples.
+        """
+        slot, begun, stream = self.standing.slot, self.standing.cursor, self._stream
+        has_given = begun.start or begun.rounds or begun.number
+        if has_given or not self.windows.samples or not stream._drop_last:
+            return
+        if slot.workers == slot.part(stream._source.split)[1] == 1:
+            raise OptionError(ALL_DROPPED.format("samples of the epoch"))
+        of = f"samples of worker {slot.worker} of {slot.workers} on rank {slot.rank}"
+        warn(ALL_DROPPED.format(of), OtherNumbersWarning)
 
     def find_end(self) -> bool:
         """End the epoch if nothing is left of it, before the next batch; return whether it did.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,12 +10,10 @@ from itertools import islice, repeat
 from types import WrapperDescriptorType
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
-from zlib import crc32
 
-import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils._pytree import tree_leaves
 
+from torchbudget.data.indexed import checksum_of
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.sample_bytes import KeptBytes
@@ -182,7 +179,7 @@ class Reader:
             with suppress(Exception):  # an error of the source means a wrong state, too
                 self._source.load_state_dict(copy.deepcopy(saved["source"]))
                 self._ahead = self._some(1)
-            if [*map(_digest, self._ahead)] != ([saved["item"]] if "item" in saved else []):
+            if [*map(checksum_of, self._ahead)] != ([saved["item"]] if "item" in saved else []):
                 raise StateMismatchError("the source's load_state_dict restores another item")
         self.skip_to(cursor.checked)
         if self._read < cursor.checked:
@@ -234,7 +231,7 @@ class Reader:
             self._generators = GeneratorStates.now()
             torch_worker._worker_info = before
         if items and self.state is not None and self.state["position"] == self._read:
-            self.state.setdefault("item", _digest(items[0]))
+            self.state.setdefault("item", checksum_of(items[0]))
         number += len(items)
         self._read += number
         self.read_bytes += held
@@ -252,19 +249,3 @@ class Reader:
     def _next_shard(self) -> None:
         self.close()
         self._starts.append(self._read)
-
-
-def _digest(item: Any) -> int:
-    """A checksum of an item, to check that a source continues at its state's position.
-
-    Where the checksums of one item differ, as of sets of texts, the source is skipped through.
-    """
-    checksum = 0
-    try:
-        for leaf in tree_leaves(item):
-            # Equal tensors are not pickled alike.
-            value = leaf.detach().numpy() if isinstance(leaf, torch.Tensor) else leaf
-            checksum = crc32(pickle.dumps(value), checksum)
-    except Exception:  # noqa: BLE001  (any object may refuse in its own way)
-        return 0
-    return checksum

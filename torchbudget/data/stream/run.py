@@ -14,10 +14,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchbudget.data.run import Run
 from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.size_check import SizeCheck
-from torchbudget.data.stream.cursor import StreamCursor, StreamState
+from torchbudget.data.stream.cursor import StreamCursor, StreamPart, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import gathered, is_distributed
-from torchbudget.errors import StateError
+from torchbudget.errors import OptionError, StateError
+from torchbudget.plan.plan import ALL_DROPPED
 from torchbudget.plan.report import ReadBatches
 
 _UNKNOWN: Final = np.array(np.nan)
@@ -66,6 +67,7 @@ class Sending:
     def __init__(self, collate_fn: Callable[[Any], Any], number: int) -> None:
         self._collate_fn: Final = collate_fn
         self._reader: EpochReader | None = None  # of this process; `None`: the loop is not tracked
+        self._part: StreamPart | None = None  # that was sent last
         self.has_begun = False
         self.number, self.first = number, 0
         self.ended: StreamState | None = None
@@ -77,15 +79,18 @@ class Sending:
 
     def send(self, reader: EpochReader | None) -> None:
         """Send the places of a reader; `None`: send batches alone."""
-        self._reader = reader
+        self._reader, self._part = reader, None
 
     def __call__(self, batch: Any) -> Any:
         """Collate it."""
         made, reader = collated(self._collate_fn, batch), self._reader
         if reader is None:
             return made
-        at = reader.standing
-        return Sent(made, at.slot.worker, at.cursor, reader.planned, reader.windows.first_sizes)
+        at, cursor, part = reader.standing, reader.standing.cursor, self._part
+        self._part = cursor.part
+        if part is cursor.part:  # a part is sent once
+            cursor = cursor._replace(part=None)
+        return Sent(made, at.slot.worker, cursor, reader.planned, reader.windows.first_sizes)
 
 
 class StreamRun(Run[StreamState]):
@@ -147,7 +152,10 @@ class StreamRun(Run[StreamState]):
         return place.following(self._stream._batches_per_epoch), batch
 
     def _end(self) -> StreamState:
-        place = self.last
+        place, stream = self.last, self._stream
+        is_empty = place is self._start and place.is_beginning
+        if is_empty and stream._drop_last and stream._window_ranks == stream.num_replicas:
+            raise OptionError(ALL_DROPPED.format("samples of the epoch"))
         if place.epoch == self._start.epoch:
             place = place.following(self._stream._batches_per_epoch, ended=True)
         self._sending.ended = place

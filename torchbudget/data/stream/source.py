@@ -12,16 +12,16 @@ from typing import Any, ClassVar, Final, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from torchbudget.checks import check_call
+from torchbudget.data.indexed import why_not_indexed
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
-from torchbudget.protocols import MapStyle
 
 
 class Source:
@@ -151,6 +151,8 @@ class Indexed(Source):
     def shards(self, slot: WorkerSlot, *key: int) -> list[tuple[int, Any]]:
         """See `Source.shards`."""
         length = len(self.data)
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(sum(key))
         return [(0, Shuffled(length, self.seed, *key) if self.shuffle else range(length))]
 
     @property
@@ -270,7 +272,7 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
     if isinstance(data, (list, tuple)):
         return ShardList
     if not (is_sample or is_table or isinstance(data, (str, bytes, bytearray, Mapping))):
-        if isinstance(data, MapStyle) and not isinstance(data, (IterableDataset, type)):
+        if not (is_shard or isinstance(data, type) or why_not_indexed(data)):
             return Indexed
         for base in type(data).__mro__:
             for module, kind in _MODULES.items():

@@ -6,20 +6,20 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice, repeat
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
+from torchbudget.cost.protocol import IntArray
 from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis
-from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
+from torchbudget.data.stream.cursor import StreamCursor, StreamPart, WorkerSlot
 from torchbudget.data.stream.generators import GeneratorStates, sample_seed, seed_generators
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
@@ -27,6 +27,7 @@ from torchbudget.data.stream.transforms import Expanded, sample_random
 from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 from torchbudget.plan.check_cost import check_cost
+from torchbudget.plan.cursor import BoolArray
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
 from torchbudget.plan.oversize import oversized
@@ -45,6 +46,10 @@ _PART_AT_ONCE: Final = 32
 _FOR_A_THREAD: Final = (2, 64)
 _KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
 
+_ALL: Final = np.empty(0, np.bool_)
+_NO_SIZES: Final = np.empty(0, np.int64)
+_NEVER: Final = np.iinfo(np.int64).max
+
 _OTHER: Final = (
     "{} other sizes or cuts than when the state was saved: the source, its transforms, size= or "
     "the predicate changed, or the source yields other items each time; use the same ones again, "
@@ -54,31 +59,99 @@ _OTHER: Final = (
 # Its shard and its place there, the same in every process; the seed of its transforms' generators;
 # and the item itself.
 Item: TypeAlias = tuple[tuple[int, int], int, Any]
-# Samples of one batch, and the padded size that was planned; `None`: none was.
-_MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
+# Samples of one batch, the padded size that was planned (`None`: none was), and the samples' places
+# in their part.
+_MicroBatch: TypeAlias = tuple[list[Any], list[int] | None, IntArray]
 # With the position after it: samples cut together, and the number of their finished rounds.
 Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BufferedSamples:
-    """Samples that are in memory together.
+class DealtPart(NamedTuple):
+    """A part: samples that are cut together and dealt to the ranks.
 
     Attributes:
-        cursor: the boundary before them.
-        samples: the samples, in the order in which they were read.
-        following: the boundary after them; a pass, if they are the last of one.
-        source: the source's state at the beginning of their window.
-        checksum: a checksum of their sizes, or of their number.
-        sizes: sizes of the samples, if sizes are taken; `None`: they were not, yet.
+        cursor: the boundary before it.
+        begun: the place from which its rounds are counted.
+        rounds: its micro-batches, one round after the other.
+        following: the boundary after it; a pass, if it is the last of one.
+        sizes: sizes of its samples.
     """
 
     cursor: StreamCursor
-    samples: list[Any]
+    begun: StreamCursor
+    rounds: list[_MicroBatch]
     following: StreamCursor
-    source: dict[str, Any] | None = None
-    checksum: int = 0
-    sizes: npt.NDArray[Any] | None = None
+    sizes: npt.NDArray[Any]
+
+
+class WaitingSamples:
+    """Samples that were read and not cut yet.
+
+    Args:
+        cursor: the boundary before them, or a place in the part that begins there.
+
+    Attributes:
+        cursor: the same.
+        begun: the same, with the source's state at the beginning of their first window.
+        samples: the samples, in the order in which they were read.
+        places: the position after each sample's item.
+        sizes: sizes of those that were measured.
+        before: number of samples of windows before the present one.
+        window: boundary before the first other sample, with the source's state where its window
+            begins.
+    """
+
+    def __init__(self, cursor: StreamCursor) -> None:
+        self.samples: list[Any] = []
+        self.places: list[int] = []
+        self.sizes: npt.NDArray[Any] = _NO_SIZES
+        self.begin(cursor, cursor.source)
+
+    @property
+    def dealt(self) -> BoolArray:
+        """Whether the first samples are to be dealt, if an earlier cut has dealt some of them."""
+        part = self.cursor.part
+        return _ALL if part is None or part.dealt is None else part.dealt
+
+    @property
+    def enough(self) -> bool:
+        """True if samples wait, and all of those that an earlier cut has seen."""
+        return len(self.samples) >= max(len(self.dealt), 1)
+
+    def begin(self, cursor: StreamCursor, state: dict[str, Any] | None) -> None:
+        """Note that the samples from a cursor on come next."""
+        begun = cursor._replace(source=state, checked=cursor.start, checksum=None)
+        self.before, self.window = len(self.samples), begun._replace(rounds=0, part=None)
+        if not self.samples:
+            self.cursor, self.begun = cursor, begun
+
+    def drop(self, number: int, following: StreamCursor) -> None:
+        """Drop the first samples, which were cut; the others begin the next part."""
+        left, self.samples = self.samples[number:], []
+        self.begin(following, self.window.source)
+        self.samples, self.places, self.sizes = left, self.places[number:], self.sizes[number:]
+
+    def take_back(
+        self, begun: StreamCursor, last: list[_MicroBatch], sizes: list[npt.NDArray[Any]]
+    ) -> None:
+        """Put the last round of a part, and the parts without rounds after it, before the others.
+
+        Args:
+            begun: the place where the part begins.
+            last: the round.
+            sizes: sizes of the part, and of the parts after it.
+        """
+        number = sum(map(len, sizes))
+        samples: list[Any] = [None] * number
+        left = np.append(np.zeros(number, np.bool_), np.ones(len(self.samples), np.bool_))
+        left[number : number + len(self.dealt)] = self.dealt
+        for batch, _, places in last:
+            left[places] = True
+            for sample, place in zip(batch, places.tolist(), strict=True):
+                samples[place] = sample
+        self.cursor = self.begun = begun.dealt_anew(None, left)
+        self.samples, self.places = samples + self.samples, [0] * number + self.places
+        self.sizes = np.concatenate([*sizes, self.sizes])
 
 
 class Windows:
@@ -95,12 +168,14 @@ class Windows:
 
     Attributes:
         first_sizes: a digest of the sizes in the first window, if ranks share it.
+        samples: number of samples that were read to be cut.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
         self._stream, self._slot = stream, slot
         self._ranks, self._length = stream._window_ranks, stream._window
         self.first_sizes: int | None = None
+        self.samples = 0
         self._endless = stream._batches_per_epoch is not None
         ahead = self._look_ahead = stream._look_ahead_of(slot)
         self._run_bytes = None if ahead is None else ahead // _PART_AT_ONCE + 1
@@ -122,80 +197,126 @@ class Windows:
 
         Raises:
             StateMismatchError: samples whose first rounds are done are cut in other places.
+            UnevenRanksError: the last samples of the stream cannot be split evenly.
         """
         ranks, rank = self._ranks, self._slot.rank % self._ranks
-        uneven: BufferedSamples | None = None  # cannot be split evenly alone
         last: list[_MicroBatch] = []  # the round that waits
-        expected = start.checksum if start.rounds else None
-        begun, before = start, 0
-        parts = self._parts(start)
-        while (buffered := _next_of(parts)) is not None:
-            if uneven is not None:
-                buffered = self._joined(uneven, buffered)
+        sizes: list[npt.NDArray[Any]] = []  # of its part, and of parts without rounds after it
+        begun, waiting = start, WaitingSamples(start)
+        parts = self._parts(start, waiting)
+        while True:
             try:
-                cuts, rounds = self._cut(buffered)
-            except UnevenRanksError:
-                uneven = buffered
-                continue
-            uneven, at = None, buffered.cursor
-            checksum = crc32(cuts, buffered.checksum)
-            if expected not in (None, checksum):
+                part = _next_of(parts)
+            except StateMismatchError:
                 if not self._stream._source.stop_seeking():
-                    raise StateMismatchError(_OTHER.format(f"the window at item {at.start} has"))
-                parts.close()
+                    raise
                 yield from self.micro_batches(start)
                 return
-            expected = None
-            # No samples of this part may be in memory while the next ones are read.
-            buffered.samples.clear()
+            if part is None:
+                break
+            rounds, self.samples = part.rounds, self.samples + len(part.sizes)
+            sizes = [part.sizes] if rounds else [*sizes, part.sizes]
             if not rounds:
                 continue
             self._empty_passes = 0
             if last:
-                yield at, 0, last[rank]
-            before, last = len(rounds) // ranks - 1, rounds[-ranks:]
-            begun = at._replace(source=buffered.source, checked=at.start, checksum=checksum)
-            yield from _rest(begun, 0, rounds[rank:-ranks:ranks])
+                yield part.cursor, 0, last[rank]
+            last, begun = rounds[-ranks:], part.begun
+            yield from _rest(part.begun, rounds[rank:-ranks:ranks])
             if ranks == 1:
-                yield buffered.following, 0, last.pop()
-            rounds.clear()
-        if uneven is not None and not self._stream._drop_last:
-            if not last:
-                begun = uneven.cursor
-            samples = [sample for batch, _ in last for sample in batch] + uneven.samples
-            _, rounds = self._cut(BufferedSamples(begun, samples, start))
-            yield from _rest(begun, before, rounds[rank::ranks])
-        elif last:
-            yield start.next_pass(), 0, last[rank]
+                yield part.following, 0, last.pop()
+            rounds.clear()  # no samples of a part may be in memory while the next ones are read
+        following, number = start.next_pass(), len(waiting.samples)
+        self.samples += number
+        if last and (not number or self._stream._drop_last):
+            yield following, 0, last[rank]
+        elif number and not self._stream._drop_last:
+            if last:
+                waiting.take_back(begun, last, sizes)
+            part = self._dealt(waiting, 0, following)
+            if part is None:
+                raise UnevenRanksError(
+                    f"{number} samples are left at the end, and cannot be split evenly over "
+                    f"{ranks} ranks without repeating or dropping one: use another number of ranks "
+                    "or a larger budget, or drop the rest (drop_last=True)"
+                )
+            yield from _rest(part.begun, part.rounds[rank::ranks])
 
-    def _joined(self, uneven: BufferedSamples, buffered: BufferedSamples) -> BufferedSamples:
-        """Return samples that cannot be split evenly alone, with those after them.
+    def _dealt(
+        self, waiting: WaitingSamples, stop: int, following: StreamCursor
+    ) -> DealtPart | None:
+        """Cut the samples that wait, up to the last item at which the ranks can share them.
+
+        The samples after it begin the next part. `None`: no samples can be shared yet.
+
+        Args:
+            waiting: the samples.
+            stop: the end of their window.
+            following: the boundary after them.
 
         Raises:
-            UnevenRanksError: they are more than the look-ahead.
+            StateMismatchError: the samples have other sizes or cuts than their cursor says.
         """
-        kept, samples = KeptBytes(), uneven.samples + buffered.samples
-        if self._look_ahead is not None and sum(map(kept.add, samples)) > self._look_ahead:
-            raise UnevenRanksError(
-                f"{len(uneven.samples)} samples fill the look-ahead of "
-                f"{format_bytes(self._look_ahead)}, and cannot be split evenly over {self._ranks} "
-                "ranks: raise the look-ahead, or use fewer ranks"
-            )
-        return replace(uneven, samples=samples, following=buffered.following, sizes=None)
+        samples, cursor, dealt = waiting.samples, waiting.cursor, waiting.dealt
+        if len(samples) < len(dealt):
+            return None
+        stays, sizes = self._measured(waiting), waiting.sizes
+        if cursor.part is not None and not cursor.rounds:
+            _check(cursor, cursor.part.checksum, checksum_of(sizes[: len(dealt)]))
+        if self._ranks > 1 and self.first_sizes is None and samples:
+            self.first_sizes = checksum_of(sizes)
+            check_same_samples(self._stream._ranks, self._slot.worker, self.first_sizes)
+        # All can share a multiple of the ranks' number; a cursor stands between two items.
+        places = np.array(waiting.places, np.int64)
+        ends = (places < stop) & (np.diff(places, append=stop) > 0)
+        ends &= np.cumsum(stays) % self._ranks == 0
+        ends[: waiting.before] = False
+        for number in (len(samples), *(np.flatnonzero(ends)[-1:] + 1).tolist()):
+            if number < len(samples):
+                following = waiting.window._replace(start=waiting.places[number - 1])
+            try:
+                cuts, rounds = self._cut(waiting, stays[:number], is_last=not following.start)
+            except UnevenRanksError:
+                continue
+            rest, known = dealt[number:], max(number, len(dealt))
+            done_after = np.append(np.zeros(number, np.int64), rest * _NEVER)
+            for place, (*_, of_batch) in enumerate(rounds):
+                done_after[of_batch] = place // self._ranks + 1
+            found = checksum_of(sizes[:known])
+            part = StreamPart(found, done_after, dealt if len(dealt) else None)
+            checksum = crc32(cuts, found)
+            if cursor.rounds:
+                _check(cursor, cursor.checksum, checksum)
+            skipped = int((~stays[:number]).sum() - (~dealt[:number]).sum())
+            self._stream._progress.skipped[self._slot.worker] += skipped, 0
+            begun = waiting.begun._replace(checksum=checksum, part=part)
+            if following.start:  # else another pass begins
+                own = checksum_of(sizes[waiting.before : number])
+                if not rest.all():
+                    following = following.dealt_anew(checksum_of(sizes[number:known]), rest)
+                following = following._replace(checksum=own)
+            waiting.drop(number, following)
+            return DealtPart(cursor, begun, rounds, following, sizes[:number])
+        return None
 
-    def _cut(self, buffered: BufferedSamples) -> tuple[bytes, list[_MicroBatch]]:
+    def _cut(
+        self, waiting: WaitingSamples, stays: BoolArray, *, is_last: bool
+    ) -> tuple[bytes, list[_MicroBatch]]:
         """Return the cuts, and the micro-batches of one round after the other.
+
+        Args:
+            waiting: the samples.
+            stays: which of the first of them are cut.
+            is_last: they are the last ones of a pass.
 
         Raises:
             UnevenRanksError: they cannot be split evenly.
         """
-        stream, samples, cursor = self._stream, buffered.samples, buffered.cursor
-        sizes = buffered.sizes
-        if sizes is None:
-            sizes = self._sizes(samples, cursor.start)
-        if self._ranks > 1 and self.first_sizes is None:
-            self.first_sizes = buffered.checksum
-            check_same_samples(stream._ranks, self._slot.worker, self.first_sizes)
+        stream, cursor, places = self._stream, waiting.cursor, np.flatnonzero(stays)
+        if not len(places):
+            return b"", []
+        samples = [waiting.samples[place] for place in places.tolist()]
+        sizes = waiting.sizes[places]
         key = WindowKey(
             seed=stream._source.seed,
             path=(cursor.first_epoch, cursor.number),
@@ -203,23 +324,28 @@ class Windows:
             numbers=np.array([cursor.first_epoch + cursor.window(self._length)]),
             shuffle=stream._source.shuffle,
         )
-        ranks, rules = Ranks(number=self._ranks), stream._rules
-        last = stream._drop_last and not buffered.following.start
-        if rules is None or sizes is None:  # a cost has sizes
+        ranks, rules, drop = Ranks(number=self._ranks), stream._rules, stream._drop_last and is_last
+        if rules is None:
             add: Any = stream.cost
-            rounds = rounds_by_predicate(add, samples, sizes, ranks, key, drop_last=last)
+            taken = sizes if stream._sized else None
+            rounds = rounds_by_predicate(add, samples, taken, ranks, key, drop_last=drop)
         else:
             groups = stream._groups_of(samples)
-            rounds = rounds_by_cost(rules, sizes, ranks, key, drop_last=last, groups=groups)
+            rounds = rounds_by_cost(rules, sizes, ranks, key, drop_last=drop, groups=groups)
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
         padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
-        cuts = map(slice, rounds.starts, rounds.stops)
+        cuts = [*map(slice, rounds.starts, rounds.stops)]
         batches = map(np.ndarray.tolist, map(arranged.__getitem__, cuts))
-        return np.array(rounds.stops).tobytes(), list(zip(batches, padded, strict=False))
+        of_batches = map(places[rounds.places].__getitem__, cuts)
+        return np.array(rounds.stops).tobytes(), [*zip(batches, padded, of_batches, strict=False)]
 
-    def _parts(self, cursor: StreamCursor) -> Generator[BufferedSamples]:
-        """Yield the samples that are in memory together: a window, or as many as the bytes allow.
+    def _parts(self, cursor: StreamCursor, waiting: WaitingSamples) -> Generator[DealtPart]:
+        """Yield a window, or as many samples as the bytes allow, one after the other.
+
+        Args:
+            cursor: the cursor to begin at.
+            waiting: gets the samples that are read; in the end those that cannot be shared.
 
         Raises:
             SampleError: an item cannot be read, or the source has none.
@@ -231,7 +357,7 @@ class Windows:
         with ThreadPoolExecutor(stream._threads or 1, "torchbudget") as threads:
             pipeline = partial(transformed, stream=stream, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
-                begun, given = cursor, False
+                begun, given = cursor, cursor.part is not None
                 with closing(self._opened(cursor, pipeline)) as reader:
                     while not (reader.ended or reader.was_moved()):
                         stop = reader.position // length * length + length
@@ -241,18 +367,23 @@ class Windows:
                             reader.tail(self._fewest)
                             cursor = self._after(reader, cursor)
                             continue
-                        for buffered in self._window(reader, cursor, stop, pipeline):
-                            cursor = buffered.following
-                            if buffered.samples:
-                                given = True
-                                yield buffered
-                            if reader.was_moved():
+                        waiting.begin(cursor, reader.state)
+                        for part in self._window(reader, cursor, stop, pipeline, waiting):
+                            given |= len(part.sizes) > 0
+                            yield part
+                            if reader.was_moved():  # the samples that wait are read again
+                                waiting.drop(len(waiting.samples), part.following)
                                 break
+                        cursor = waiting.cursor
+                        if waiting.samples:
+                            given, cursor = True, self._after(reader, waiting.window)
                     if reader.was_moved():  # it is opened again
                         continue
                 if not begun.start:
                     self._check_pass(reader.position, given=given)
                 cursor = begun.next_pass()
+        if len(waiting.samples) < len(waiting.dealt):
+            raise StateMismatchError(_OTHER.format("the source's last window has"))
 
     def _opened(self, cursor: StreamCursor, pipeline: Callable[..., Any]) -> Reader:
         """Open the source at a cursor, by its state if that is right.
@@ -283,8 +414,7 @@ class Windows:
             runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
             for samples in map(self._accepted, pipeline(self._items(reader, cursor, runs))):
                 if samples:
-                    sizes = self._sizes(samples, cursor.checked)
-                    checksum = self._checksum(samples, sizes, checksum)
+                    checksum = checksum_of(self._sizes(samples, cursor.checked), checksum)
             if checksum != cursor.checksum:
                 window = f"the window from item {cursor.checked} to {stop} has"
                 raise StateMismatchError(_OTHER.format(window))
@@ -306,8 +436,8 @@ class Windows:
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
             raise SampleError(
                 f"the source has no samples for worker {slot.worker} of {slot.workers}, of {items} "
-                "items: use fewer workers, or check that files exist and that transforms or "
-                "skipping leave samples; an iterator that is used up after one epoch must be "
+                "items: use fewer workers, or check that files exist and that transforms, skipping "
+                "or drop_last leave samples; an iterator that is used up after one epoch must be "
                 "opened in __iter__, or in the function of a shard"
             )
 
@@ -315,16 +445,27 @@ class Windows:
         """Return the boundary at a reader's position."""
         if reader.ended:
             return cursor.next_pass()
-        return cursor._replace(start=reader.position, rounds=0)
+        return cursor._replace(start=reader.position, rounds=0, part=None)
 
     def _window(
-        self, reader: Reader, cursor: StreamCursor, stop: int, pipeline: Callable[..., Any]
-    ) -> Iterator[BufferedSamples]:
-        """Yield the samples of one window, all at once or as many as the bytes allow."""
-        begun, waiting, look_ahead, state = cursor, list[Any](), self._look_ahead, reader.state
+        self,
+        reader: Reader,
+        cursor: StreamCursor,
+        stop: int,
+        pipeline: Callable[..., Any],
+        waiting: WaitingSamples,
+    ) -> Iterator[DealtPart]:
+        """Yield the parts of one window: one, or several if the bytes are limited.
+
+        Raises:
+            UnevenRanksError: samples that fill the look-ahead cannot be split evenly.
+        """
+        look_ahead = self._look_ahead
         if look_ahead is None and not (self._stream._transforms or self._stream._skip_failed):
-            waiting = reader.take(stop - reader.position)
-            waiting += reader.tail(self._fewest)
+            first = reader.position + 1
+            waiting.samples += reader.take(stop - reader.position)
+            waiting.samples += reader.tail(self._fewest)
+            waiting.places += range(first, reader.position + 1)
         else:
             runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
             tail = map(reader.tail, [self._fewest])  # not before the whole window is made
@@ -332,23 +473,33 @@ class Windows:
                 map(self._accepted, pipeline(self._items(reader, cursor, some)))
                 for some in (runs, tail)
             )
-            position, buffered_bytes, kept = reader.position - 1, 0, KeptBytes()
+            position, kept = reader.position - 1, KeptBytes()
+            held = 0 if look_ahead is None else sum(map(kept.add, waiting.samples))
             for samples in made:  # not enumerated, which would keep what copies were made of
                 position += 1
                 if look_ahead is not None:
                     found = [kept.without_rest(sample) for sample in samples]
                     samples, needed = [one for one, _ in found], sum(size for _, size in found)
-                    if buffered_bytes + needed > look_ahead and waiting and position < stop:
-                        part = BufferedSamples(
-                            begun, waiting, cursor._replace(start=position, rounds=0), state
-                        )
-                        yield (part := self._measured(part))
-                        begun, waiting, buffered_bytes, kept = part.following, [], 0, KeptBytes()
+                    while position < stop and waiting.enough and held + needed > look_ahead:
+                        following = waiting.window._replace(start=position)
+                        part = self._dealt(waiting, stop, following)
+                        if part is None:
+                            raise UnevenRanksError(
+                                f"{len(waiting.samples)} samples fill the look-ahead of "
+                                f"{format_bytes(look_ahead)}, and cannot be split evenly over "
+                                f"{self._ranks} ranks: raise the look-ahead, or use fewer ranks"
+                            )
+                        yield part
+                        kept = KeptBytes()
+                        held = sum(map(kept.add, waiting.samples))
                         needed = sum(map(kept.add, samples))
-                    buffered_bytes += needed
+                    held += needed
                     self._return_memory(reader)
-                waiting += samples
-        yield self._measured(BufferedSamples(begun, waiting, self._after(reader, cursor), state))
+                waiting.samples += samples
+                waiting.places += [position + 1] * len(samples)
+        part = self._dealt(waiting, stop, self._after(reader, waiting.window))
+        if part is not None:
+            yield part
 
     def _return_memory(self, reader: Reader) -> None:
         """Give free memory back to the system, after reading as many bytes as it may keep."""
@@ -367,40 +518,35 @@ class Windows:
                 name = reader.place(reader.position - len(values))
                 yield name, sample_seed(*name, *key), values.pop()
 
-    def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any] | None:
-        """The sizes of samples; `None` if sizes are not taken."""
-        if not self._stream._sized:
-            return None
+    def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any]:
+        """The sizes of samples, shape `(n,)` or `(n, d)`; `(n, 0)` if sizes are not taken."""
+        if not (self._stream._sized and samples):
+            return np.empty((len(samples), 0), np.int64)
         sizes = sizes_of_all(samples, self._stream._size, first)
         return sizes[:, 0] if sizes.shape[1:] == (1,) else sizes
 
-    def _checksum(self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0) -> int:
-        """A checksum of sizes, or of the number of samples, after that of the samples before."""
-        return crc32(bytes(len(samples)) if sizes is None else sizes.tobytes(), before)
-
-    def _measured(self, part: BufferedSamples) -> BufferedSamples:
-        """Samples with sizes and checksum, without those that are too large."""
-        stream, samples, first = self._stream, part.samples, part.cursor.start
-        sizes = self._sizes(samples, first) if samples else None
-        checksum, following = self._checksum(samples, sizes), part.following
-        if following.start:  # else another pass begins
-            following = following._replace(source=part.source, checked=first, checksum=checksum)
-        if sizes is not None and not self._has_checked_axes and len(sizes) >= _FEWEST:
+    def _measured(self, waiting: WaitingSamples) -> BoolArray:
+        """Measure samples that wait; return which of them micro-batches take."""
+        stream, samples, first = self._stream, waiting.samples, waiting.cursor.start
+        if (known := len(waiting.sizes)) < len(samples):
+            new = self._sizes(samples[known:], first + known)
+            waiting.sizes = np.concatenate([waiting.sizes, new]) if known else new
+        sizes, stays = waiting.sizes, np.ones(len(samples), np.bool_)
+        stays[: len(waiting.dealt)] = waiting.dealt
+        if stream._sized and not self._has_checked_axes and len(sizes) >= _FEWEST:
             check_first_axis(lambda few: [samples[i] for i in few], stream._size, sizes, "size")
             self._has_checked_axes = True
-        if sizes is not None and stream._rules is not None:
-            rules, largest = stream._rules, sizes.max(axis=0)
+        dealt = np.flatnonzero(stays)
+        if stream._rules is not None and len(dealt):
+            rules, largest = stream._rules, sizes[dealt].max(axis=0)
             if not self._has_checked_cost:
                 check_cost(rules, sizes, largest)
                 self._has_checked_cost = True
             # A transform may make several samples of one item, or none, so samples have no index.
-            called = f"sample {{}} of the items from {first} on".format
-            over = oversized(sizes, largest, rules, stream._oversize, called)
-            if over.size:
-                self._stream._progress.skipped[self._slot.worker] += over.size, 0
-                stays = np.delete(np.arange(len(sizes)), over)
-                samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
-        return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
+            called = lambda at: f"sample {dealt[at]} of the items from {first} on"  # noqa: E731
+            over = oversized(sizes[dealt], largest, rules, stream._oversize, called)
+            stays[dealt[over]] = False
+        return stays
 
     def _accepted(self, samples: list[Any] | SampleError) -> list[Any]:
         """Return the samples of an item, none if it failed; raise if none may be skipped."""
@@ -415,7 +561,17 @@ class Windows:
         return []
 
 
-def _next_of(parts: Iterator[BufferedSamples]) -> BufferedSamples | None:
+def _check(cursor: StreamCursor, expected: int | None, found: int) -> None:
+    if expected not in (None, found):
+        raise StateMismatchError(_OTHER.format(f"the window at item {cursor.start} has"))
+
+
+def checksum_of(sizes: npt.NDArray[Any], before: int = 0) -> int:
+    """A checksum of sizes (of their number if they are not taken), after that of those before."""
+    return crc32(sizes.tobytes() or bytes(len(sizes)), before)
+
+
+def _next_of(parts: Iterator[DealtPart]) -> DealtPart | None:
     """Return the next part; the process keeps its own random numbers while it is read."""
     own = GeneratorStates.now()
     try:
@@ -424,16 +580,9 @@ def _next_of(parts: Iterator[BufferedSamples]) -> BufferedSamples | None:
         own.restore()
 
 
-def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[Found]:
-    """One rank's micro-batches of samples that begin at a cursor, of which some rounds are done.
-
-    Args:
-        begun: the cursor.
-        before: rounds of the samples before these.
-        batches: micro-batches of the rounds after them.
-    """
-    done = max(begun.rounds, before)
-    return zip(repeat(begun), count(done + 1), batches[done - before :])
+def _rest(begun: StreamCursor, batches: list[_MicroBatch]) -> Iterator[Found]:
+    """One rank's micro-batches of the rounds after a place."""
+    return zip(repeat(begun), count(begun.rounds + 1), batches[begun.rounds :])
 
 
 def transformed(
