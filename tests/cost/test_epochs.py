@@ -47,7 +47,7 @@ else:
     cost = tb.measure_cost(
         training.step, training.make_batch, max_size=training.max_size, budget=budget, method=how
     )
-    probes = cost.probes
+    probes = [probe for probe in cost.probes if probe.how == "run"]
     batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
 if limited:  # what is there now, and what the budget leaves
     memory = process_memory()
