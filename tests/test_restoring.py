@@ -224,7 +224,7 @@ named = torch.zeros(8)
 
 
 @METHODS
-@pytest.mark.filterwarnings("ignore:a step leaves")
+@pytest.mark.filterwarnings("ignore:a step leaves", "ignore:8 steps are run on each shape")
 def test_what_a_step_refers_to(method: str) -> None:
     """Tensors in attributes, containers and plain objects, and generators of every kind."""
 
