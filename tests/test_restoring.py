@@ -677,12 +677,6 @@ def test_what_a_step_keeps(method: str) -> None:
 def test_storages_can_still_be_resized(method: str) -> None:
     """As by those who offload parameters by hand."""
     model, optimizer = network()
-
-    def step(batch: torch.Tensor) -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    measure(step, method)
+    measure(full_step(model, optimizer), method)
     for parameter in model.parameters():
         parameter.untyped_storage().resize_(0)

@@ -30,7 +30,7 @@ from torchbudget.units import MAX_BYTES, format_bytes
 
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
 # how many bytes are in use for each traced byte: 1.32 in a U-Net, 1.69 in a 1-d convolution. The
-# last share leaves room for a surprise: of 9 models under 1 and 3 GiB, the largest run took 0.971.
+# last share leaves room for a surprise: of 9 models under 1 GiB, the largest run took 0.954.
 _NEW: Final = 0.5  # of a size of which no batch was run: its kernels may take other bytes
 _FEW: Final = 0.25  # of another size, to compare
 _NEAR: Final = 0.95
