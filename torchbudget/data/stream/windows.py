@@ -85,20 +85,21 @@ class DealtPart(NamedTuple):
 
 
 class WaitingSamples:
-    """Samples that were read and not cut yet.
+    """The samples that were read and are not cut yet: the next part begins with them.
 
     Args:
-        cursor: the boundary before them, or a place in the part that begins there.
+        cursor: the boundary before them, or a place inside the part that begins there.
 
     Attributes:
-        cursor: the same.
-        begun: the same, with the source's state at the beginning of their first window.
+        cursor: the boundary before the first sample, or a place inside the part.
+        begun: the boundary before the first sample, with the source's state at the beginning of
+            that sample's window.
         samples: the samples, in the order in which they were read.
         places: the position after each sample's item.
-        sizes: sizes of those that were measured.
-        before: number of samples of windows before the present one.
-        window: boundary before the first other sample, with the source's state where its window
-            begins.
+        sizes: the sizes of the first samples, as far as they were measured.
+        before: how many of the samples come from windows before the present one.
+        window: the boundary before the sample that is read next, with the source's state at the
+            beginning of that sample's window.
     """
 
     def __init__(self, cursor: StreamCursor) -> None:
