@@ -293,7 +293,9 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     cost = ranks.each(partial(_traced, subject, left, _SECONDS))[0]
     if is_predicted:
         return _on_cuda(subject, cost)
-    return cost if room is None else _on_cpu(subject, cost, beside)
+    if room is None:
+        return cost
+    return _on_cpu(subject, cost, ranks.each(partial(_beside_tensors, subject))[0])
 
 
 def _is_cuda(subject: Subject) -> bool:
@@ -355,7 +357,7 @@ def _beside_tensors(subject: Subject) -> int:
 
 
 def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
-    """The cost of traced bytes and of all other memory of the process, if no step ran."""
+    """The cost of traced bytes and of all other memory, what tracing left included; no step ran."""
     subject.notes += [
         f"{format_bytes(beside)} are added for all other memory of the process",
         _UNSEEN_ON_CPU,
