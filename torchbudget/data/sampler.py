@@ -29,7 +29,7 @@ from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import PLACE, Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
-from torchbudget.plan.micro_batch import MicroBatch, Window
+from torchbudget.plan.micro_batch import Draw, MicroBatch, Window
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.plan import Plan
@@ -631,11 +631,9 @@ class _Iteration(Iterator[list[int]]):
         self.is_tracked, self.reads_ahead = is_tracked, reads_ahead
         self.steps = array("q")
         self.queue: deque[MicroBatch] = deque()
-        self._windows = plan.windows(began, rank=self._rank)
-        self._window: Window | None = None  # that was begun
-        self._lists: Iterator[list[int]] = iter(())  # of its micro-batches that are left
-        self._turn = -1  # of the micro-batch that was drawn last
-        self._last_turn = -1  # of the one that ends the epoch, if it is in this window
+        self._draws = plan.draws(began, rank=self._rank)
+        self._window: Window | None = None  # of the batch that was drawn last
+        self._turn = 0  # its round
 
     @property
     def cursor(self) -> Cursor:
@@ -643,34 +641,25 @@ class _Iteration(Iterator[list[int]]):
         return self.began if self._window is None else MicroBatch(self._window, self._turn).after
 
     def __next__(self) -> list[int]:
-        indices = next(self._lists, None)
-        if indices is None:
-            indices = self._first_of_window()
-        self._turn += 1
-        if self._sampler._present is not self and self._counts():
-            self._sampler._present = self
-        if self.is_tracked:
-            assert self._window is not None  # noqa: S101  (`_first_of_window` sets it)
-            self.queue.append(MicroBatch(self._window, self._turn))
-        elif self._turn == self._last_turn:
-            self._end(self.cursor)
-        return indices
-
-    def _first_of_window(self) -> list[int]:
         try:
-            window = next(self._windows)
+            window, self._turn, indices = next(self._draws)
         except StopIteration:
             if self._window is None:  # nothing is left of the epoch
                 self._end(self._plan.next_epoch(self.began))
             raise
         except Exception:  # a generator that raised is over: the next call raises again
-            self._windows = self._plan.windows(self.cursor, rank=self._rank)
+            self._draws = self._plan.draws(self.cursor, rank=self._rank)
             raise
-        self.steps.extend(window.steps)
-        rounds = window.rounds
-        self._turn, self._last_turn = rounds.start - 1, rounds[-1] if window.ends_epoch else -1
-        self._window, self._lists = window, window.lists()
-        return next(self._lists)
+        if window is not self._window:
+            self._window = window
+            self.steps.extend(window.steps)
+        if self._sampler._present is not self and self._counts():
+            self._sampler._present = self
+        if self.is_tracked:
+            self.queue.append(MicroBatch(window, self._turn))
+        elif window.ends_epoch and self._turn == window.rounds[-1]:
+            self._end(self.cursor)
+        return indices
 
     def _counts(self) -> bool:
         """Whether no run is open, and no other position was chosen since this began."""
@@ -683,19 +672,17 @@ class _Iteration(Iterator[list[int]]):
 
     def replan(self, plan: Plan, place: tuple[int, int, int]) -> None:
         """Go on with another plan from the first window at or after a place."""
-        self._windows = self._replanned(self._windows, plan, place)
+        self._draws = self._replanned(self._draws, plan, place)
         self._plan = plan
 
     def _replanned(
-        self, windows: Iterator[Window], plan: Plan, place: tuple[int, int, int]
-    ) -> Iterator[Window]:
-        for window in windows:
-            if window.place >= place:
-                break
-            yield window
-        else:
-            return
-        yield from plan.windows(self.cursor, rank=self._rank)
+        self, draws: Iterator[Draw], plan: Plan, place: tuple[int, int, int]
+    ) -> Iterator[Draw]:
+        for draw in draws:
+            if draw[0].place >= place:
+                yield from plan.draws(self.cursor, rank=self._rank)
+                return
+            yield draw
 
 
 class SamplerRun(Run["Cursor | MicroBatch"]):

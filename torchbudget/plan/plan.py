@@ -23,7 +23,7 @@ from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, fingerprint, rules_identity
 from torchbudget.plan.groups import NONE, Members
-from torchbudget.plan.micro_batch import MicroBatch, Span, Window
+from torchbudget.plan.micro_batch import Draw, MicroBatch, Span, Window
 from torchbudget.plan.order import Order
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
@@ -190,6 +190,10 @@ class Plan:
     def micro_batches(self, cursor: Cursor, *, rank: int) -> Iterator[MicroBatch]:
         """The micro-batches of one rank, from a cursor to the end of its epoch: see `windows`."""
         return chain.from_iterable(self.windows(cursor, rank=rank))
+
+    def draws(self, cursor: Cursor, *, rank: int) -> Iterator[Draw]:
+        """The same micro-batches, without a record of each: see `Window.draws`."""
+        return chain.from_iterable(map(Window.draws, self.windows(cursor, rank=rank)))
 
     def windows(self, cursor: Cursor, *, rank: int) -> Iterator[Window]:
         """The windows of one rank with their micro-batches, from a cursor to its epoch's end.
