@@ -30,19 +30,6 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this one's, from `torch.distributed` where they are not given."""
-    distributed = is_distributed()
-    if num_replicas is None:
-        num_replicas = torch.distributed.get_world_size() if distributed else 1
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    ranks = at_least_one("num_replicas", num_replicas)
-    if natural("rank", rank) >= ranks:
-        raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
-    return ranks, rank
-
-
 def ranks_on_this_machine(given: int | None) -> int:
     """How many ranks share this machine: the number that is given, else torchrun's.
 
@@ -55,7 +42,7 @@ def ranks_on_this_machine(given: int | None) -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if said.isdecimal() and int(said):
         return int(said)
-    ranks, _ = ranks_of(None, None)
+    ranks, _ = AskedRanks().now()
     if ranks > 1:
         raise OptionError(
             f"this is one of {ranks} ranks, and its launcher does not say how many of them share "
@@ -72,24 +59,36 @@ class AskedRanks:
 
     Args:
         num_replicas: `None`: as many as `torch.distributed` has joined, else 1.
-        rank: of this process; `None`: likewise, else 0.
+        rank: of this process; `None`: its rank in `torch.distributed`, else 0.
 
     Raises:
         OptionError: there is no such rank.
     """
 
-    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
+    def __init__(self, num_replicas: int | None = None, rank: int | None = None) -> None:
         self._given = num_replicas, rank
         self._parent: tuple[int, int] | None = None
         self._met: dict[str, Any] = {}  # for what, and in which process group
-        self._seen = ranks_of(num_replicas, rank)
+        self._seen = self._ask()
+
+    def _ask(self) -> tuple[int, int]:
+        number, rank = self._given
+        joined = is_distributed()
+        if number is None:
+            number = torch.distributed.get_world_size() if joined else 1
+        if rank is None:
+            rank = torch.distributed.get_rank() if joined else 0
+        number = at_least_one("num_replicas", number)
+        if natural("rank", rank) >= number:
+            raise OptionError(f"rank must be below num_replicas={number}, got {rank}")
+        return number, rank
 
     def now(self) -> tuple[int, int]:
         """The number of ranks, and this one's."""
         if self._parent is not None and get_worker_info() is not None:
             self._seen = self._parent
         elif self._parent is not None or is_distributed():
-            self._seen = ranks_of(*self._given)
+            self._seen = self._ask()
         self._parent = None
         return self._seen
 

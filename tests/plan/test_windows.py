@@ -16,7 +16,7 @@ from tests.support.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
 from torchbudget.errors import OptionError, OversizeError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows
-from torchbudget.plan.dealing import Ranks, least_rounds, lowest_budgets
+from torchbudget.plan.dealing import Dealing, least_rounds, lowest_budgets
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, default_window, rounds_needed, solve
 
@@ -42,7 +42,7 @@ def test_the_lowest_budget_of_as_many_micro_batches(
     wanted = -(-least // ranks) * ranks
 
     def rounds() -> Any:
-        return least_rounds(np.array([least]), length, Ranks(number=ranks))
+        return least_rounds(np.array([least]), length, Dealing(number=ranks))
 
     if wanted > length:
         with pytest.raises(UnevenRanksError, match=f"{length} samples that need {least} micro"):
@@ -80,7 +80,7 @@ def test_windows_are_solved_as_if_alone(
     many = sizes[np.random.default_rng(seed).permutation(len(sizes))[: windows * length]]
     many = many.reshape(windows, length, *sizes.shape[1:])
     many[: windows // 2] //= 7  # windows of unlike scales share a block
-    dealt = Ranks(number=ranks, even_sums=even_sums)
+    dealt = Dealing(number=ranks, even_sums=even_sums)
 
     def key(first: int, number: int) -> WindowKey:
         those = np.arange(first, first + number)

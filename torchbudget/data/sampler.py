@@ -27,7 +27,7 @@ from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import PLACE, Cursor
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
 from torchbudget.plan.micro_batch import Draw, MicroBatch, Window
 from torchbudget.plan.order import Order
@@ -209,7 +209,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             table,
             rules,
             order,
-            Ranks(number=ranks.now()[0], even_sums=samples_per_step is not None),
+            Dealing(number=ranks.now()[0], even_sums=samples_per_step is not None),
             window=self._window,
             drop_last=drop_last,
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
@@ -402,7 +402,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     def whole_pass(self) -> Iterator[None]:
         """Iterate over every sample inside, without a change for a loop around it: see `predict`.
 
-        Where samples cannot be dealt evenly to the ranks, some come again: see `Ranks.repeats`.
+        Where samples cannot be dealt evenly to the ranks, some come again: see `Dealing.repeats`.
 
         Raises:
             OptionError: an epoch leaves samples out or repeats them.

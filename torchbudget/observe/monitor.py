@@ -18,7 +18,7 @@ import torch
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, positive_number
 from torchbudget.cost.measured import MeasuredCost
-from torchbudget.distributed import ranks_of
+from torchbudget.distributed import AskedRanks
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
 from torchbudget.machine.device import is_cpu, named_cuda
 from torchbudget.machine.peaks import Peak, peak_memory
@@ -131,7 +131,7 @@ class MemoryMonitor:
             "format": FORMAT,
             "unix_s": time.time(),
             "pid": os.getpid() if self._pid is None else self._pid,
-            "rank": ranks_of(None, None)[1],
+            "rank": AskedRanks().now()[1],
             "budget": self._budget,
             "on_cpu": self._reader.is_cpu,
         }

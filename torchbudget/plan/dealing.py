@@ -20,13 +20,13 @@ _RUNS_AT_ONCE: Final = 2**18
 # Number of budgets that are tried for the micro-batches of the longest samples, from the lowest one
 # with few enough micro-batches to the whole budget. The most even result is used.
 _HEADS: Final = 3
-# Ranks are even enough if the costliest one is within this factor of the mean.
+# Dealing are even enough if the costliest one is within this factor of the mean.
 _EVEN: Final = 1.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The ranks that share micro-batches.
+class Dealing:
+    """How the rounds of a window are dealt: to how many ranks, and what is made even.
 
     Attributes:
         number: number of ranks that share each window.
@@ -48,7 +48,7 @@ class Ranks:
         return self.number * self.multiple
 
 
-def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray:
+def least_rounds(micro_batches: IntArray, length: int, ranks: Dealing) -> IntArray:
     """The number of micro-batches that each rank gets of each window.
 
     Args:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.fingerprint import Plain, fingerprint, rules_identity
 from torchbudget.plan.groups import NONE, Members
 from torchbudget.plan.micro_batch import Draw, MicroBatch, Span, Window
@@ -46,7 +46,7 @@ _WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for
 _SURVEY: Final = 4096
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
-_ONE_RANK: Final = Ranks()
+_ONE_RANK: Final = Dealing()
 ALL_DROPPED: Final = (
     "drop_last=True drops all {}: they fill no step, or no micro-batch on each rank, or no group "
     "does; pass drop_last=False"
@@ -100,7 +100,7 @@ class Plan:
         sizes: SizeTable,
         rules: BatchRules,
         order: Order,
-        ranks: Ranks = _ONE_RANK,
+        ranks: Dealing = _ONE_RANK,
         *,
         window: int | None = None,
         drop_last: bool = False,
@@ -158,7 +158,7 @@ class Plan:
         Args:
             rules: `None`: the same ones.
             window: for another number of ranks, which else have the same; `None`: the default one.
-            ranks: attributes of `Ranks` that change.
+            ranks: attributes of `Dealing` that change.
         """
         return Plan(
             self.sizes,

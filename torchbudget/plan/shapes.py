@@ -1,7 +1,7 @@
 """Few static shapes: chosen for the sizes and the budget, and windows cut into batches of them.
 
 A batch of the shape (n, L) takes samples of up to L, and of shorter ones where those are too few.
-Where a window ends, rows are missing, which the collate masks. Ranks see one shape at a time: a
+Where a window ends, rows are missing, which the collate masks. Dealing see one shape at a time: a
 round is one run of the sorted window, of which rank r takes every R-th sample.
 """
 
@@ -18,7 +18,7 @@ from torchbudget.checks import is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, jumps
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.pack import grouped_by
 from torchbudget.plan.rules import BatchRules
@@ -102,7 +102,7 @@ class RoundWindow(SortedWindows):
     """
 
     def __init__(
-        self, sizes: npt.NDArray[Any], rules: BatchRules, ranks: Ranks, labels: Labels
+        self, sizes: npt.NDArray[Any], rules: BatchRules, ranks: Dealing, labels: Labels
     ) -> None:
         super().__init__(sizes, rules, labels)
         self._ranks = ranks.number

@@ -21,7 +21,7 @@ from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
-    Ranks,
+    Dealing,
     deal_rounds,
     least_rounds,
     level,
@@ -45,7 +45,7 @@ from torchbudget.units import MAX_BYTES
 
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
-_ONE_RANK: Final = Ranks()
+_ONE_RANK: Final = Dealing()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +205,7 @@ def _arranged(
     rules: BatchRules,
     strips: int | None,
     labels: Labels,
-    ranks: Ranks = _ONE_RANK,
+    ranks: Dealing = _ONE_RANK,
 ) -> Windows:
     mixed = labels.groups is not None and ranks.number > 1
     if rules.shapes and (mixed or labels.units is not None or ranks.multiple > 1):
@@ -228,7 +228,7 @@ def _arranged(
 def rounds_needed(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     *,
     strips: int | None = None,
     labels: Labels = NO_LABELS,
@@ -279,7 +279,7 @@ def _cut_into(
 
 
 def _dealt_first(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, strips: int | None, labels: Labels
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, strips: int | None, labels: Labels
 ) -> Block | None:
     """Give units of even work to the ranks, and cut each rank's samples by themselves.
 
@@ -348,7 +348,7 @@ def _in_rounds(window: Windows, rounds: int) -> IntArray:
     return starts
 
 
-def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
+def _cut_first(arranged: Windows, ranks: Dealing) -> Block:
     """Cut windows, and give their micro-batches to the ranks, the costliest round first."""
     rules, windows, length = arranged.rules, len(arranged.sizes), arranged.length
     by_rounds = isinstance(arranged, RoundWindow)
@@ -381,7 +381,7 @@ def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
 def solve(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks = _ONE_RANK,
+    ranks: Dealing = _ONE_RANK,
     key: WindowKey | None = None,
     *,
     strips: int | None = None,
@@ -452,24 +452,24 @@ def _in_parts(
 
 
 def _may_cut_rounds(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, labels: Labels
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, labels: Labels
 ) -> bool:
     """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
 
-    Ranks then have alike micro-batches, which pad more. It pays if they wait every round, as
+    Dealing then have alike micro-batches, which pad more. It pays if they wait every round, as
     far as a `balance` predicts their time.
     """
     waits = ranks.number > 1 and not ranks.even_sums and rules.balance is not None
     return waits and rules.packing is None and sizes.ndim == 2 and labels.alike and not rules.shapes
 
 
-def _waited(block: Block, rules: BatchRules, ranks: Ranks) -> int:
+def _waited(block: Block, rules: BatchRules, ranks: Dealing) -> int:
     """The work of the costliest rank in every round, summed."""
     work = block.costs(rules, rules.work).reshape(-1, ranks.number)
     return int(work.max(axis=1).sum())
 
 
-def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
+def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Dealing) -> IntArray:
     """Numbers of micro-batches by round and rank, window after window, shape `(rounds, ranks)`."""
     real = np.arange(counts.max()) < counts[:, None]
     costs = np.full(real.shape, -1)
@@ -508,7 +508,7 @@ def default_window(ranks: int, *, positions: float = math.inf, micro_batches: fl
 def without_last(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     *,
     strips: int | None = None,
     labels: Labels = NO_LABELS,

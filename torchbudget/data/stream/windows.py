@@ -28,7 +28,7 @@ from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import BoolArray
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
 from torchbudget.plan.oversize import oversized
 from torchbudget.plan.solver import WindowKey
@@ -325,7 +325,11 @@ class Windows:
             numbers=np.array([cursor.first_epoch + cursor.window(self._length)]),
             shuffle=stream._source.shuffle,
         )
-        ranks, rules, drop = Ranks(number=self._ranks), stream._rules, stream._drop_last and is_last
+        ranks, rules, drop = (
+            Dealing(number=self._ranks),
+            stream._rules,
+            stream._drop_last and is_last,
+        )
         if rules is None:
             add: Any = stream.cost
             taken = sizes if stream._sized else None
