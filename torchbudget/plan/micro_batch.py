@@ -133,7 +133,7 @@ class MicroBatch:
 
     @property
     def repeated(self) -> BoolArray:
-        """Which of its samples another micro-batch has, too: see `Dealing.repeats`; shape `(n,)`."""
+        """True for samples that another micro-batch has, too: see `Dealing.repeats`; `(n,)`."""
         span, block, place = self.window.span, self.window.span.block, self._place
         samples, left = block.samples[block.starts[place] : block.stops[place]], span.cursor.left
         own = span.length * len(block.rounds) if left is None else left.sum()
