@@ -20,7 +20,7 @@ _RUNS_AT_ONCE: Final = 2**18
 # Number of budgets that are tried for the micro-batches of the longest samples, from the lowest one
 # with few enough micro-batches to the whole budget. The most even result is used.
 _HEADS: Final = 3
-# Dealing are even enough if the costliest one is within this factor of the mean.
+# Ranks are even enough if the costliest one is within this factor of the mean.
 _EVEN: Final = 1.002
 
 

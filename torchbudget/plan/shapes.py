@@ -1,7 +1,7 @@
 """Few static shapes: chosen for the sizes and the budget, and windows cut into batches of them.
 
 A batch of the shape (n, L) takes samples of up to L, and of shorter ones where those are too few.
-Where a window ends, rows are missing, which the collate masks. Dealing see one shape at a time: a
+Where a window ends, rows are missing, which the collate masks. Ranks see one shape at a time: a
 round is one run of the sorted window, of which rank r takes every R-th sample.
 """
 

@@ -456,7 +456,7 @@ def _may_cut_rounds(
 ) -> bool:
     """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
 
-    Dealing then have alike micro-batches, which pad more. It pays if they wait every round, as
+    Ranks then have alike micro-batches, which pad more. It pays if they wait every round, as
     far as a `balance` predicts their time.
     """
     waits = ranks.number > 1 and not ranks.even_sums and rules.balance is not None

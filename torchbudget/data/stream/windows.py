@@ -325,11 +325,8 @@ class Windows:
             numbers=np.array([cursor.first_epoch + cursor.window(self._length)]),
             shuffle=stream._source.shuffle,
         )
-        ranks, rules, drop = (
-            Dealing(number=self._ranks),
-            stream._rules,
-            stream._drop_last and is_last,
-        )
+        ranks, rules = Dealing(number=self._ranks), stream._rules
+        drop = stream._drop_last and is_last
         if rules is None:
             add: Any = stream.cost
             taken = sizes if stream._sized else None
