@@ -730,7 +730,6 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
                 f"{began.epoch}: its data set or its collate_fn raised StopIteration, as next() "
                 "does at the end of an iterator; call next(iterator, None)"
             )
-        self._sizes.end()
         return after
 
     def _state(self, place: Cursor | MicroBatch) -> dict[str, Any]:
