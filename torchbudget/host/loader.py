@@ -43,6 +43,7 @@ from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
 from torchbudget.machine.device import is_cpu
 from torchbudget.machine.host import host_memory
+from torchbudget.plan.rules import BatchRules
 from torchbudget.progress import say
 from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
@@ -171,12 +172,7 @@ def loader(
         if device is not None and budget.device is not None:
             limit_device_memory(budget, device)
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
-        most = batches.most_elements(sampler.plan.rules)
-        multiple = None if sampler.plan.rules.packing is None else batches.multiple
-        shaped = batches.collate
-        if isinstance(shaped, PadCollate) and options.get("max_shapes") is not None:
-            shaped = replace(shaped, size_multiple=sampler)
-        collate = CheckedCollate(shaped, most, multiple)
+        collate = _checked(batches, sampler.plan.rules)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
             chosen = loader_options(
@@ -301,6 +297,15 @@ class CheckedCollate:
         batch = self.collate_fn(samples)
         check_elements(batch, self.most, self.multiple)
         return batch
+
+
+def _checked(batches: RealBatches, rules: BatchRules) -> CheckedCollate:
+    """The collate that pads as the rules plan, and compares its batches with them."""
+    made = batches.collate
+    if rules.shapes and isinstance(made, PadCollate):
+        made = replace(made, size_multiple=rules)
+    multiple = None if rules.packing is None else batches.multiple
+    return CheckedCollate(made, batches.most_elements(rules), multiple)
 
 
 def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
