@@ -37,8 +37,7 @@ from tests.support.trainings import (
     statistics,
 )
 from torchbudget.errors import StateError
-from torchbudget.train.checkpoint import RunFolder
-from torchbudget.train.fit import Epoch
+from torchbudget.train.fit import Epoch, RunFolder
 from torchbudget.train.step import Step
 
 

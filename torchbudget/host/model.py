@@ -12,7 +12,7 @@ from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader
 
 from torchbudget.cost.protocol import FloatArray, IntArray
-from torchbudget.data.cache.shared_file import bytes_to_come
+from torchbudget.data.cache.sample_cache import bytes_to_come
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.errors import OptionError
