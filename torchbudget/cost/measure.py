@@ -36,12 +36,12 @@ from torchbudget.cost.running import (
 )
 from torchbudget.cost.subject import Domain, Subject
 from torchbudget.cost.tracing import Tracer
+from torchbudget.display import counting
 from torchbudget.dtensors import part_bytes
 from torchbudget.errors import BatchError, CostError
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.progress import counting
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState, autocast_is_active, modes_of
 from torchbudget.units import format_bytes

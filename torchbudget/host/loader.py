@@ -35,6 +35,7 @@ from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.sizes.sizes_of import SizeDataset, spread
+from torchbudget.display import say
 from torchbudget.distributed import Ranks
 from torchbudget.dtensors import part_bytes, plain_parts
 from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
@@ -44,7 +45,6 @@ from torchbudget.host.real_batches import RealBatches
 from torchbudget.machine.device import is_cpu
 from torchbudget.machine.host import host_memory
 from torchbudget.plan.rules import BatchRules
-from torchbudget.progress import say
 from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState

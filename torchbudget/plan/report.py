@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torchbudget.display import aligned
 from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.order import Order
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import Block, over_runs
-from torchbudget.tables import aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

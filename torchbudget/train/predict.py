@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.data import DataLoader
 
 from torchbudget.cost.protocol import IntArray
+from torchbudget.display import counting
 from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.files import PieceFolder
-from torchbudget.progress import counting
 from torchbudget.protocols import HasNumSamples, IndexSource
 from torchbudget.train.batches import masked_rows, moved
 from torchbudget.train.loop import evaluation_mode, index_source_of, modules_of
