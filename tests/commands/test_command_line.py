@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.commands import ROOT, run_command
 from torchbudget import __version__, load_cost
-from torchbudget.__main__ import main
+from torchbudget.commands.command_line import main
 from torchbudget.machine.host import host_memory, usable_processors
 
 COMMANDS = ("inspect", "plan", "measure", "watch", "report")

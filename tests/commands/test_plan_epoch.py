@@ -17,7 +17,7 @@ import pytest
 from tests.support.commands import COMMAND, ENVIRONMENT
 from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
-from torchbudget.__main__ import main
+from torchbudget.commands.command_line import main
 
 SIZES = np.random.default_rng(0).integers(10, 400, 2000)
 ASKED = ("--budget", "4000", "--unit-bytes", "1", "--fixed-bytes", "0.1kB")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.commands import run_command, start_command
 from torchbudget import MemoryMonitor
-from torchbudget.__main__ import main
+from torchbudget.commands.command_line import main
 from torchbudget.observe.report import recorded_runs
 from torchbudget.units import MiB
 
