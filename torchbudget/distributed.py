@@ -1,4 +1,4 @@
-"""Questions to `torch.distributed`, which may not have been started."""
+"""The few questions that we ask `torch.distributed`; safe before it is initialised."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def ranks_on_this_machine(given: int | None) -> int:
 
 
 class AskedRanks:
-    """The number of ranks and this one's, asked whenever they are needed.
+    """Which rank this process is, and of how many: as given, or as `torch.distributed` says now.
 
-    What was seen of `torch.distributed` stays after its end. A copy asks again, unless it is in a
-    `DataLoader`'s worker, which has no process group: it takes what its parent saw.
+    `AskedRanks().now()` is the answer of `torch.distributed` alone. The last answer stays after
+    the process group has ended. A `DataLoader`'s worker has no process group: a copy in a worker
+    gives the answer of its parent. Any other copy asks again.
 
     Args:
-        num_replicas: `None`: as many as `torch.distributed` has joined, else 1.
+        num_replicas: number of ranks; `None`: as many as `torch.distributed` has joined, else 1.
         rank: of this process; `None`: its rank in `torch.distributed`, else 0.
 
     Raises:
@@ -68,7 +69,7 @@ class AskedRanks:
     def __init__(self, num_replicas: int | None = None, rank: int | None = None) -> None:
         self._given = num_replicas, rank
         self._parent: tuple[int, int] | None = None
-        self._met: dict[str, Any] = {}  # for what, and in which process group
+        self._compared: dict[str, Any] = {}  # the process group that compared facts, by their name
         self._seen = self._ask()
 
     def _ask(self) -> tuple[int, int]:
@@ -94,26 +95,23 @@ class AskedRanks:
 
     @property
     def joined(self) -> bool:
-        """Whether they are several, all of the process group.
+        """True for several ranks that are all ranks of the default process group.
 
-        Ranks whose number was given may be others than those of the group.
+        Ranks that were given by hand may be other ranks than those of the group.
         """
         return self._given == (None, None) and self.now()[0] > 1 and is_distributed()
 
-    def have_met(self, what: str) -> bool:
-        """Whether this need not be compared with other ranks, or was, since their group was made.
+    def have_compared(self, facts: str) -> bool:
+        """True once the ranks of this process group compared facts, or if no group joins them."""
+        return not self.joined or self._compared.get(facts) is torch.distributed.group.WORLD
 
-        Nothing need be where no group joins them.
-        """
-        return not self.joined or self._met.get(what) is torch.distributed.group.WORLD
-
-    def note_meeting(self, what: str) -> None:
-        """The ranks of the process group have compared this."""
-        self._met[what] = torch.distributed.group.WORLD
+    def note_comparison(self, facts: str) -> None:
+        """Note that the ranks of the process group have compared facts."""
+        self._compared[facts] = torch.distributed.group.WORLD
 
     def __getstate__(self) -> dict[str, Any]:
         seen = self.now()
-        return {"_given": self._given, "_parent": seen, "_met": {}, "_seen": seen}
+        return {"_given": self._given, "_parent": seen, "_compared": {}, "_seen": seen}
 
 
 _host_groups: dict[Any, Any] = {}  # by the group whose ranks they join

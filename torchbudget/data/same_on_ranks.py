@@ -30,10 +30,10 @@ def check_same_on_ranks(
         RankError: something differs, or a rank does not begin its loop within the timeout of its
             process group; on all ranks that have begun theirs.
     """
-    if _may_compare() and not ranks.have_met(what):
+    if _may_compare() and not ranks.have_compared(what):
         _raise_difference(gathered_of_all(dict(facts())))
-        ranks.note_meeting("facts")
-        ranks.note_meeting(what)
+        ranks.note_comparison("facts")
+        ranks.note_comparison(what)
 
 
 def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:
@@ -47,7 +47,7 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
     Raises:
         RankError: another rank's differ, or it does not come here, as in `check_same_on_ranks`.
     """
-    if not _may_compare() or ranks.have_met("samples"):
+    if not _may_compare() or ranks.have_compared("samples"):
         return
     found = gathered_of_all((worker, sizes))
     # Out of order, the first batch of another rank may be that of another worker.
@@ -59,7 +59,7 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
             "splits itself by rank, pass split='ranks'. If it or a transform draws at random, use "
             "transforms.rng(), or a generator with a fixed seed"
         )
-    ranks.note_meeting("samples")
+    ranks.note_comparison("samples")
 
 
 def _may_compare() -> bool:
