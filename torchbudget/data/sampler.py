@@ -696,9 +696,14 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def __init__(self, sampler: MemoryBudgetBatchSampler, loader: DataLoader[Any]) -> None:
         plan = sampler.plan
+        self._sampler = sampler
         self._sizes = SizeCheck(plan.rules, plan.sizes.values)
         self._delivered = 0
-        super().__init__(sampler, loader)
+        sampler._beginning = self
+        try:
+            super().__init__(sampler._runs, loader)
+        finally:
+            sampler._beginning = None
 
     def _began(self) -> Cursor:
         if not hasattr(self, "iteration"):
@@ -722,7 +727,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        plan = self._source._plan
+        plan = self._sampler._plan
         after = place.after if isinstance(place, MicroBatch) else plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
@@ -734,7 +739,11 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _state(self, place: Cursor | MicroBatch) -> dict[str, Any]:
         cursor = place.after if isinstance(place, MicroBatch) else place
-        return dict(self._source._state_of(cursor))
+        return dict(self._sampler._state_of(cursor))
+
+    def _move_to(self, place: Cursor | MicroBatch) -> None:
+        if self._sampler._runs is self._runs:
+            self._sampler._stands_at(self, place)
 
 
 def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:

@@ -118,7 +118,7 @@ def test_what_a_state_cannot_say_is_refused() -> None:
             next(iter(other))
     changed = under("less")
     changed.load_state_dict(state)
-    changed._source.data.sizes[20] += 1
+    changed._options.source.data.sizes[20] += 1
     with pytest.raises(StateMismatchError, match="window at item 0 has other sizes"):
         next(iter(changed))
 
