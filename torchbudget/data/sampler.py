@@ -678,11 +678,11 @@ class _Iteration(Iterator[list[int]]):
     def _replanned(
         self, draws: Iterator[Draw], plan: Plan, place: tuple[int, int, int]
     ) -> Iterator[Draw]:
-        for draw in draws:
-            if draw[0].place >= place:
+        for window, turn, indices in draws:
+            if window.place >= place:
                 yield from plan.draws(self.cursor, rank=self._rank)
                 return
-            yield draw
+            yield window, turn, indices
 
 
 class SamplerRun(Run["Cursor | MicroBatch"]):
