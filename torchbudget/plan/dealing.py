@@ -18,9 +18,10 @@ _HALVINGS: Final = 12
 # would take gigabytes for 4,096 ranks and lengths up to 100,000.
 _RUNS_AT_ONCE: Final = 2**18
 # Number of budgets that are tried for the micro-batches of the longest samples, from the lowest one
-# with few enough micro-batches to the whole budget. The most even result is used. One budget alone
-# left the costliest rank up to 0.3 % higher above the mean, and padded up to 3 % more elements; five
-# gained nothing (log-normal and uniform sizes, 2 to 8 ranks, costs with and without attention).
+# with few enough micro-batches to the whole budget. The most even result is used. With one budget
+# alone the costliest rank was up to 0.3 % higher above the mean, and batches had up to 3 % more
+# elements; five budgets gained nothing (log-normal and uniform sizes, 2 to 8 ranks, costs with and
+# without attention).
 _HEADS: Final = 3
 # Ranks are even enough if the costliest one is within this factor of the mean.
 _EVEN: Final = 1.002
