@@ -136,6 +136,7 @@ def test_a_state_of_another_order_is_refused(other: Any, message: str) -> None:
     [
         {"budget": 2000},
         {"cost": PaddedCost(unit_bytes=1, sample_bytes=1)},
+        {"cost": PackedCost(unit_bytes=1)},  # the same bytes for samples of one size
         {"max_batch_size": 5},
         {"limits": [(PaddedCost(unit_bytes=8), 4000)]},
         {"balance": PaddedCost(sample_bytes=1)},

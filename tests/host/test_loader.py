@@ -250,6 +250,13 @@ class Tokenizer:
         return {"input_ids": [[1 + ord(letter) % 7 for letter in text[::2]] for text in texts]}
 
 
+def test_a_text_without_tokens() -> None:
+    """It is a row of padding, of the other rows' kind of number."""
+    [batch] = loader(["ab", "", "abcd"], TOKENS, 60, tokenizer=Tokenizer(), shuffle=False)
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["attention_mask"].sum(1).tolist() == [2, 1, 0]
+
+
 @pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
 def test_outputs_of_texts(traced: list[tuple[int, Any]], tmp_path: Path) -> None:
     """One tensor, in the data set's order, of a model that is measured in evaluation mode."""

@@ -14,7 +14,7 @@ from torchbudget.plan.fingerprint import MEANING
 
 
 def check_same_on_ranks(
-    ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]], what: str = "facts"
+    ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]], *, each_time: bool = False
 ) -> None:
     """Raise if ranks plan by different facts: a collective, at the first loop.
 
@@ -24,16 +24,15 @@ def check_same_on_ranks(
     Args:
         ranks: the ranks that share samples.
         facts: what they plan by, of plain types.
-        what: name of the facts, which are compared once; `"facts"` are a part of any others.
+        each_time: compare them at each call, and not only at the first one.
 
     Raises:
         RankError: something differs, or a rank does not begin its loop within the timeout of its
             process group; on all ranks that have begun theirs.
     """
-    if _may_compare() and not ranks.have_compared(what):
+    if _may_compare() and (ranks.joined if each_time else not ranks.have_compared("facts")):
         _raise_difference(gathered_of_all(dict(facts())))
         ranks.note_comparison("facts")
-        ranks.note_comparison(what)
 
 
 def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:

@@ -82,8 +82,9 @@ def loader(
     error. Afterwards model, optimizer and random generators are as they were, bit for bit. A step
     that writes a log or a file skips it if `is_measuring()`.
 
-    Under `torch.distributed` every rank must call it. The largest cost of any rank counts, and the
-    smallest number of workers that `loader_options` chose. The budget is that of one process.
+    Under `torch.distributed` every rank must call it, unless you pass `num_replicas=1`. The largest
+    cost of any rank counts, and the smallest number of workers that `loader_options` chose. The
+    budget is that of one process.
 
     Args:
         dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a
@@ -142,7 +143,8 @@ def loader(
         workers = _taken_from(dataset, options) | workers
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
-    ranks, reserve = Ranks(), 0
+    alone = options.get("num_replicas") == 1
+    ranks, reserve = Ranks(alone=alone), 0
     with RandomState.take():  # samples may draw
         with ranks.together():
             samples = _tokenized(samples, tokenizer)
@@ -168,7 +170,8 @@ def loader(
         told = str(cost)
         if isinstance(cost, MeasuredCost) and packed is not False:
             cost = ranks.each(partial(_packed, cost, batches, packed))[0]
-        cost, budget = agree(cost, budget)
+        if not alone:
+            cost, budget = agree(cost, budget)
         if device is not None and budget.device is not None:
             limit_device_memory(budget, device)
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
@@ -352,7 +355,10 @@ def _tokenized(dataset: Any, tokenizer: Any) -> Any:
         texts = [dataset[i] for i in range(start, min(start + _TEXTS, len(dataset)))]
         fields = tokenizer(texts, truncation=True, return_attention_mask=False)
         # Arrays take a fifth of the memory of lists.
-        rows = zip(*([np.array(ids) for ids in column] for column in fields.values()), strict=True)
+        rows = zip(
+            *([np.array(ids, np.int64) for ids in column] for column in fields.values()),
+            strict=True,
+        )
         found += [dict(zip(fields.keys(), row, strict=True)) for row in rows]
     return found
 

@@ -17,8 +17,8 @@ from torchbudget.warn import warn
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 # The setting of every measurement and training on the CPU: examples/benchmarks/malloc_settings.py.
-_MAPPED_BYTES: Final = 2**20
-_KEPT_BYTES: Final = 2**24
+_MAPPED_BYTES: Final = 2**17
+_KEPT_BYTES: Final = 2**17
 _SEEN_BYTES: Final = 2**24  # of an empty tensor that shows whether glibc's malloc makes tensors
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing. So
 # does the layer between it and torch, beside oneDNN's own, in each thread.

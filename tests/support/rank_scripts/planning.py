@@ -33,6 +33,7 @@ from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudget,
     MemoryBudgetBatchSampler,
+    PackedCost,
     PaddedCost,
     agree,
     loader,
@@ -152,6 +153,10 @@ def compare() -> dict[str, Any]:
         "stream, crops": lambda: tracked(streamed(transforms=[Crops()]), workers=1),
         "stream, 1 and 2 workers": lambda: tracked(streamed(), workers=1 + rank),
         "stream, 1 and 2 workers of shards": lambda: tracked(streamed(shards), workers=1 + rank),
+        "stream, 1 and 2 workers of parts": lambda: tracked(
+            streamed(part, uneven=True), workers=1 + rank
+        ),
+        "packed and padded": lambda: planned(cost=[PackedCost, PaddedCost][rank](unit_bytes=1)),
         "stream, the host's look-ahead": lambda: tracked(streamed(budget=roomy), workers=1 + rank),
         "stream, parts of a look-ahead": lambda: tracked(streamed(**parts), workers=1),
         "stream, same, with a worker and without": lambda: tracked(streamed(shards), workers=rank),
@@ -165,6 +170,7 @@ def compare() -> dict[str, Any]:
     loop = streamed(shards)
     list(tracked(loop, workers=1))
     outcomes["stream, unequal later"] = outcome(lambda: tracked(loop, workers=2 + rank))
+    outcomes["stream, as before on one"] = outcome(lambda: tracked(loop, workers=1 + rank))
     # Once: a second loop needs no other rank.
     again = planned()
     list(again)

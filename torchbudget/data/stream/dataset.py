@@ -319,12 +319,18 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         options = self._options
         options.check_ranks_fit()
         slot = options.slot(workers=workers or 1)
-        # Workers cannot compare; with "ranks" each reads its own samples.
-        if options.source.split != "ranks" and get_worker_info() is None:
-            cursor = self._position.begins().cursors[0]
-            at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
-            what = "facts" if workers is None else f"facts of {workers} workers"
-            check_same_on_ranks(options.ranks, lambda: options.dealing(slot) | at, what)
+        if get_worker_info() is not None:  # which cannot compare
+            return
+        facts: Plain
+        if options.source.split != "ranks":
+            at = self._position.begins().cursors[0]
+            facts = {"epoch": at.epoch, "start": at.start, "rounds": at.rounds}
+            facts |= options.dealing(slot)
+        elif workers is not None and not options.source.splits_itself:
+            facts = {"workers": workers}  # which share the source's parts with those of other ranks
+        else:
+            return
+        check_same_on_ranks(options.ranks, lambda: facts, each_time=workers is not None)
 
     # ------------------------------------------------------------------ runs
 
@@ -354,7 +360,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "of a wrapper, such as Fabric's, pass the DataLoader that it was made of"
             )
         if hasattr(loader, "state_dict"):
-            raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
+            raise OptionError(
+                f"a {kind} saves its position itself: call its own state_dict(); in place of a "
+                "loader that Accelerate has prepared, use integrations.accelerate.prepare"
+            )
         Caller.find().check_loader(self.num_replicas)
         self.check_ranks(max(loader.num_workers, 1))
         self._read = ReadBatches()

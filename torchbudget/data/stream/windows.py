@@ -336,10 +336,11 @@ class StreamWindows:
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
         padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
-        cuts = [*map(slice, rounds.starts, rounds.stops)]
-        batches = map(np.ndarray.tolist, map(arranged.__getitem__, cuts))
-        of_batches = map(places[rounds.places].__getitem__, cuts)
-        return np.array(rounds.stops).tobytes(), [*zip(batches, padded, of_batches, strict=False)]
+        parts = [*map(slice, rounds.starts, rounds.stops)]
+        batches = map(np.ndarray.tolist, map(arranged.__getitem__, parts))
+        of_batches = map(places[rounds.places].__getitem__, parts)
+        cuts = np.array(rounds.stops).tobytes() + rounds.places.tobytes()
+        return cuts, [*zip(batches, padded, of_batches, strict=False)]
 
     def _parts(self, cursor: StreamCursor, waiting: WaitingSamples) -> Generator[DealtPart]:
         """Yield a window, or as many samples as the bytes allow, one after the other.
