@@ -24,8 +24,8 @@ from torchbudget.plan.solver import run_costs
 from torchbudget.warn import warn
 
 # Sizes are the lengths of a field if this share of a batch's sizes equals them. An augmentation
-# leaves most samples as long as they were. Of sizes in words, characters, bytes or noisy lengths, at
-# most 7 % equal the lengths (tests/data/test_size_check.py).
+# leaves most samples as long as they were. Of sizes in words, characters, bytes or noisy lengths,
+# at most 7 % equal the lengths (tests/data/test_size_check.py).
 _MOSTLY: Final = 0.5
 
 
