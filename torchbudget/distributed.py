@@ -52,7 +52,7 @@ def ranks_on_this_machine(given: int | None) -> int:
 
 
 class AskedRanks:
-    """Which rank this process is, and of how many: as given, or as `torch.distributed` says now.
+    """The rank of this process and the number of ranks: as given, or by `torch.distributed` now.
 
     `AskedRanks().now()` is the answer of `torch.distributed` alone. The last answer stays after
     the process group has ended. A `DataLoader`'s worker has no process group: a copy in a worker

@@ -39,7 +39,6 @@ from torchbudget.display import say
 from torchbudget.distributed import Ranks
 from torchbudget.dtensors import part_bytes, plain_parts
 from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
-from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
 from torchbudget.machine.device import is_cpu
@@ -49,7 +48,7 @@ from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
 from torchbudget.train.loop import evaluation_mode, modules_of
-from torchbudget.train.predict import Forward, Split, of_samples, outputs_of
+from torchbudget.train.predict import Forward, PieceFolder, Split, of_samples, outputs_of
 from torchbudget.units import Amount, format_bytes
 
 _CALL: Final = "loader(dataset, step, budget, …), with options of MemoryBudgetBatchSampler"

@@ -29,7 +29,7 @@ _EVEN: Final = 1.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dealing:
-    """How the rounds of a window are dealt: to how many ranks, and what is made even.
+    """Rules of dealing: the number of ranks that share a window, and what is made even.
 
     Attributes:
         number: number of ranks that share each window.
