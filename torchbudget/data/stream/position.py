@@ -1,4 +1,4 @@
-"""Where a stream stands: in one process, and in all of its processes together.
+"""The position of a stream: in one process, and in all of its processes together.
 
 A process keeps one place, which moves in one of three ways. In a loop that is not tracked, the
 process that reads moves it after each batch. In a tracked loop the run moves it, after each batch
@@ -140,7 +140,7 @@ class StreamLoop(Iterator[Any]):
 
 
 class StreamPosition:
-    """Where a stream stands in this process.
+    """The position of a stream in this process.
 
     Args:
         options: options of the stream.

@@ -1,4 +1,4 @@
-"""What all processes of a stream share: which epoch is next, and how many samples were skipped."""
+"""Facts that all processes of a stream share: the next epoch, and how many samples were skipped."""
 
 from __future__ import annotations
 
