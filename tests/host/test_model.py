@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import torchbudget as tb
 from torchbudget.host.model import HostModel, InFlight, PlannedShapes, pinned_block
-from torchbudget.host.trial import Trial
+from torchbudget.host.trial import Trial, batch_bytes
 
 RNG = np.random.default_rng(0)
 PAGE = 4096
@@ -47,6 +48,22 @@ def test_everything_in_flight_counts(workers: int, prefetch: int, pins: bool) ->
     assert needs.descriptors == (workers > 0) * (2 * batches + 8 * workers)
     assert needs.total_bytes == sum(parts.values())
     assert parts["margin"] == int(0.06 * (needs.total_bytes - 10_500 - parts["margin"]))
+
+
+def test_workers_copy_the_objects_that_they_read() -> None:
+    """All of the data set; never more than there is to copy."""
+    key, objects = "workers' copies of this process's objects", model(elements=100)
+    assert dict(objects.needs(2, 1, pins=False).parts)[key] == 2 * 2 * 100
+    assert dict(model(elements=1e9).needs(2, 1, pins=False).parts)[key] == 2 * 10_000
+    assert key not in dict(model().needs(2, 1, pins=False).parts)
+
+
+def test_starting_workers_count_where_they_need_more_than_batches() -> None:
+    key = "extra memory while workers start"
+    large = model(replace(TRIAL, starting=100_000))
+    later = 4 * (3 * PAGE + 100) + 2 * 700
+    assert dict(large.needs(2, 1, pins=False).parts)[key] == 100_000 - later
+    assert key not in dict(large.needs(0, 0, pins=False).parts)
 
 
 def test_open_files_follow_the_sharing_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,3 +127,19 @@ def test_planned_shapes_are_those_of_the_batches_that_come(axes, ranks, packed) 
         assert tried[0] == tried[1] == found.elements.argmin()
         assert found.elements[tried[:10]].max() == found.elements.max()
         assert len(set(tried)) == len(tried) - 1
+
+
+@pytest.mark.parametrize("collate", [tb.PadCollate(), tb.PackCollate()])
+def test_a_batch_weighs_what_its_storages_do(collate) -> None:
+    """Of any structure; tensors of one storage count once, texts by their pickle."""
+    storages, plain = batch_bytes(
+        collate([{"ids": torch.arange(n), "text": "word" * n} for n in (3, 9, 4)])
+    )
+    assert sum(storages) >= 8 * 16
+    assert plain > 4 * 16
+    base = torch.zeros(100)
+    nested = [base[:10], (base[20:], {"y": np.zeros(1000)}), torch.eye(5).to_sparse()]
+    storages, plain = batch_bytes(nested)
+    assert storages[0] == 400
+    assert len(storages) == 3
+    assert plain > 8000
