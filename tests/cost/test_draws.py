@@ -45,7 +45,7 @@ def drawing(draw: Callable[[], float], largest: bool = False) -> Step:
 
 
 def measured(step: Step, method: Any) -> MeasuredCost:
-    budget = process_memory().resident_bytes + 60 * 2**20
+    budget = process_memory().resident_bytes + 25 * 2**20
     make = lambda n, size: torch.ones(n, size, 32)  # noqa: E731
     return measure_cost(step, make, max_size=60, method=method, budget=budget)
 
