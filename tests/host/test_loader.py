@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
-from tests.support.masked_models import TakesMask, TakesNone, step_of
+from tests.support.masked_models import TakesMask, TakesNone
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
+from tests.support.steps import step_of
 from torchbudget import loader, predict
 from torchbudget.errors import (
     BatchError,
@@ -348,7 +349,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "odd images in a U-Net": (
         CostError,
         "size of tensor .* U-Net .* size_multiple=",
-        lambda: loader([torch.ones(n) for n in LENGTHS], halved, "2GiB"),
+        lambda: loader([torch.ones(n) for n in (4, 5, 6)], halved, "2GiB"),
     ),
     "seconds": (
         SizesError,
@@ -565,7 +566,7 @@ def test_a_mask_for_a_model_that_takes_one(
         return outer(**batch)
 
     with torch.compiler.set_stance("force_eager"):
-        (batch,) = loader(ids_and_tags(), step_of(model, call), "1GiB", shuffle=False)
+        (batch,) = loader(ids_and_tags(), step_of(call, model), "1GiB", shuffle=False)
     assert batch["attention_mask"].sum(1).tolist() == batch.lengths.tolist()
     padding = batch["attention_mask"] == 0
     assert {*batch["input_ids"][padding].tolist()} == {token}
@@ -580,7 +581,7 @@ def test_a_mask_for_a_model_that_takes_one(
 def test_no_mask_is_made(kind: str, traced: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Of data with one, for another model, or by the user's collate; what pads fields is told."""
     model = TakesNone() if kind == "model of its own" else TakesMask(pad_token_id=7)
-    step = step_of(model, lambda batch: model(batch["input_ids"]))
+    step = step_of(lambda batch: model(batch["input_ids"]), model)
     data = ids_and_tags(*["attention_mask"] * (kind == "in the data"))
     options = (
         {"collate_fn": tb.PadCollate(padding_value={"tags": -1})} if kind == "a collate" else {}

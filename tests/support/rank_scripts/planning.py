@@ -28,6 +28,7 @@ from tests.support.costs import measured
 from tests.support.provocations import collected
 from tests.support.rank_scripts import error_of, join
 from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
+from tests.support.steps import step_of
 from tests.support.streams import make
 from torchbudget import (
     BudgetedIterableDataset,
@@ -409,13 +410,7 @@ def with_loader() -> Any:
     warnings.simplefilter("ignore")
     data = [torch.ones(n % 7 + 2, 4) for n in range(64)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: Any) -> None:
-        model(batch.data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_of(lambda batch: model(batch.data).square().mean(), model)
     loaders.measure_cost = partial(loaders.measure_cost, method="trace")
     made = loader(data, step, "2GiB", max_batch_size=5)
     sampler: Any = made.batch_sampler
