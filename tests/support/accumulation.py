@@ -141,6 +141,7 @@ class Accumulation:
             fully_shard(model, mesh=mesh)
         elif self.wrapping == "inner fsdp":
             given = fully_shard(model.inner)
+            # On one rank torch 2.13 divides twice in float64, and once in float32.
             if self.ranks > 1 and self.chance.random() < 0.5:
                 given.set_gradient_divide_factor(self.chance.choice([0.5, 3.0]))
         parts = [[*called.parameters()]]
