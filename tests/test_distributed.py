@@ -8,16 +8,16 @@ import pytest
 
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
-from torchbudget.distributed import is_distributed, ranks_of, ranks_on_this_machine
+from torchbudget.distributed import AskedRanks, is_distributed, ranks_on_this_machine
 from torchbudget.errors import OptionError
 
 
 def test_without_a_process_group() -> None:
     assert not is_distributed()
-    assert ranks_of(None, None) == (1, 0)
-    assert ranks_of(4, 3) == (4, 3)
+    assert AskedRanks().now() == (1, 0)
+    assert AskedRanks(4, 3).now() == (4, 3)
     with pytest.raises(OptionError, match="below num_replicas=2"):
-        ranks_of(2, 2)
+        AskedRanks(2, 2)
 
 
 def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

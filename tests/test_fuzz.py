@@ -11,7 +11,7 @@ import pytest
 from tests.fuzz import KINDS, outcome
 from torchbudget import GradAccumulator
 from torchbudget.data.sampler import _Iteration
-from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.position import StreamLoop
 from torchbudget.random_state import RandomState
 
 # Of each kind, as many as take a second or two.
@@ -48,7 +48,7 @@ def forget(_: Callable[[Any], None]) -> Callable[[Any], None]:
 
 BROKEN: dict[str, tuple[type, str, Callable[[Any], Any], str]] = {
     "samplers": (_Iteration, "__next__", repeat_an_index, "bytes of|max_batch_size|samples of"),
-    "streams": (EpochReader, "__next__", lose_a_sample, "missing|empty batch"),
+    "streams": (StreamLoop, "__next__", lose_a_sample, "missing|empty batch"),
     "steps": (GradAccumulator, "backward", scale_the_loss, "large batch's step"),
     "fits": (RandomState, "restore", forget, "epochs|statistics|not equal"),
 }

@@ -224,7 +224,7 @@ named = torch.zeros(8)
 
 
 @METHODS
-@pytest.mark.filterwarnings("ignore:a step leaves")
+@pytest.mark.filterwarnings("ignore:a step leaves", "ignore:8 steps are run on each shape")
 def test_what_a_step_refers_to(method: str) -> None:
     """Tensors in attributes, containers and plain objects, and generators of every kind."""
 
@@ -363,76 +363,6 @@ def test_a_quantized_buffer() -> None:
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
-class Trainer(nn.Module):
-    """What a step changes beside parameters: everything that a model may hold."""
-
-    __slots__ = ("noise",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("expanded", torch.zeros(1).expand(4))
-        self.average = torch.zeros(8)
-        self.noise = torch.Generator().manual_seed(1)
-        self.draws = np.random.default_rng(2)
-        self.chance = random.Random(3)
-        self.history: list[float] = []
-        self.optimizer = torch.optim.AdamW(self.layer.parameters())
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1.0, 100)
-
-    def fit(self, batch: torch.Tensor) -> None:
-        loss = self.layer(batch + torch.randn(8, generator=self.noise)).square().mean()
-        self.draws.random(3)
-        self.chance.random()
-        self.history.append(1.0)
-        self.average.mul_(0.9).add_(self.layer.weight.detach().mean(0))
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> list[Any]:
-        states = [self.layer.weight.clone(), self.average.clone(), self.noise.get_state()]
-        more = [self.draws.bit_generator.state, self.chance.getstate(), list(self.history)]
-        more += [self.schedule.state_dict(), self.scaler.state_dict()]
-        more += [len(self.optimizer.state), self.optimizer.param_groups[0]["lr"]]
-        more += [[one.grad, one.requires_grad] for one in self.parameters()]
-        more += [torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()]
-        return [[s.tolist() for s in states], repr(more)]
-
-
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("method", ["trace", "auto"])
-def test_everything_in_a_trainer_is_restored(warm: bool, method: str) -> None:
-    """Scaler, schedule, optimizer in the module, generators, lists, plain tensors; hooks stay."""
-    trainer = Trainer()
-    if warm:
-        trainer.fit(torch.ones(2, 4, 8))
-        for parameter in trainer.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    before = trainer.state()
-    calls: list[int] = []
-    handle = trainer.layer.register_forward_hook(lambda *_: calls.append(1))
-    cost = measure_cost(
-        trainer.fit,
-        lambda n, size: torch.ones(n, size, 8),
-        max_size=2000,
-        method=method,
-        budget=process_memory().resident_bytes + 200 * 2**20,
-    )
-    assert method == "trace" or not cost.notes
-    assert trainer.state() == before
-    calls.clear()
-    handle.remove()
-    trainer.fit(torch.ones(2, 4, 8))
-    assert not calls
-    assert trainer.state()[0] != before[0]
-
-
 def _clipped(model: nn.Module, _: Any) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.clamp(-1e-3, 1e-3)
@@ -471,10 +401,10 @@ def test_what_a_step_assigns(
     averages = [parameter.detach().clone() for parameter in model.parameters()]
     tensors = [*model.parameters(), *averages]
 
+    plain = full_step(model, optimizer)
+
     def step(batch: torch.Tensor) -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain(batch)
         assign(model, averages)
 
     def state() -> list[Any]:
@@ -491,10 +421,10 @@ def test_replaced_storages_are_not_counted() -> None:
     def traced(assigns: bool) -> int:
         model, optimizer = network()
 
+        plain = full_step(model, optimizer)
+
         def step(batch: torch.Tensor) -> None:
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain(batch)
             for parameter in model.parameters():
                 if assigns:
                     parameter.data = parameter.data.clone()
@@ -538,12 +468,12 @@ def test_a_long_dictionary_of_averages(method: str) -> None:
     averages = {number: torch.zeros(4) for number in range(1500)}
     samples = [torch.zeros(4) for _ in range(1500)]
 
+    plain = full_step(model, optimizer)
+
     def step(batch: torch.Tensor) -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for average in averages.values():
-            average.add_(1)
+        plain(batch)
+        for number in (0, 700, 1499):
+            averages[number].add_(1)
         assert len(samples) == 1500
 
     measure(step, method)
@@ -593,19 +523,30 @@ def test_effects_on_the_world(method: str) -> None:
 
 @METHODS
 def test_a_schedule_of_limited_length(method: str) -> None:
-    """Measured steps use up none of it: they may be more than the schedule has."""
+    """Measured steps use up none of it, nor a scaler's; gradients of before and hooks stay."""
     model, optimizer = network()
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
     def step(batch: torch.Tensor) -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         optimizer.zero_grad()
 
-    before = schedule.state_dict()
+    calls: list[object] = []
+    model.first.register_forward_hook(lambda *_: calls.append(0))
+    before = schedule.state_dict(), scaler.state_dict()
     measure(step, method)
-    assert schedule.state_dict() == before
+    assert (schedule.state_dict(), scaler.state_dict()) == before
+    assert not optimizer.state
+    assert all(parameter.grad.eq(1).all() for parameter in model.parameters())
+    calls.clear()
+    model(make_batch(2, 4))
+    assert calls
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -677,12 +618,6 @@ def test_what_a_step_keeps(method: str) -> None:
 def test_storages_can_still_be_resized(method: str) -> None:
     """As by those who offload parameters by hand."""
     model, optimizer = network()
-
-    def step(batch: torch.Tensor) -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    measure(step, method)
+    measure(full_step(model, optimizer), method)
     for parameter in model.parameters():
         parameter.untyped_storage().resize_(0)

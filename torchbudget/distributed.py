@@ -1,4 +1,4 @@
-"""Questions to `torch.distributed`, which may not have been started."""
+"""The few questions that we ask `torch.distributed`; safe before it is initialised."""
 
 from __future__ import annotations
 
@@ -30,19 +30,6 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this one's, from `torch.distributed` where they are not given."""
-    distributed = is_distributed()
-    if num_replicas is None:
-        num_replicas = torch.distributed.get_world_size() if distributed else 1
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    ranks = at_least_one("num_replicas", num_replicas)
-    if natural("rank", rank) >= ranks:
-        raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
-    return ranks, rank
-
-
 def ranks_on_this_machine(given: int | None) -> int:
     """How many ranks share this machine: the number that is given, else torchrun's.
 
@@ -55,7 +42,7 @@ def ranks_on_this_machine(given: int | None) -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if said.isdecimal() and int(said):
         return int(said)
-    ranks, _ = ranks_of(None, None)
+    ranks, _ = AskedRanks().now()
     if ranks > 1:
         raise OptionError(
             f"this is one of {ranks} ranks, and its launcher does not say how many of them share "
@@ -65,56 +52,66 @@ def ranks_on_this_machine(given: int | None) -> int:
 
 
 class AskedRanks:
-    """The number of ranks and this one's, asked whenever they are needed.
+    """The rank of this process and the number of ranks: as given, or by `torch.distributed` now.
 
-    What was seen of `torch.distributed` stays after its end. A copy asks again, unless it is in a
-    `DataLoader`'s worker, which has no process group: it takes what its parent saw.
+    `AskedRanks().now()` is the answer of `torch.distributed` alone. The last answer stays after
+    the process group has ended. A `DataLoader`'s worker has no process group: a copy in a worker
+    gives the answer of its parent. Any other copy asks again.
 
     Args:
-        num_replicas: `None`: as many as `torch.distributed` has joined, else 1.
-        rank: of this process; `None`: likewise, else 0.
+        num_replicas: number of ranks; `None`: as many as `torch.distributed` has joined, else 1.
+        rank: of this process; `None`: its rank in `torch.distributed`, else 0.
 
     Raises:
         OptionError: there is no such rank.
     """
 
-    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
+    def __init__(self, num_replicas: int | None = None, rank: int | None = None) -> None:
         self._given = num_replicas, rank
         self._parent: tuple[int, int] | None = None
-        self._met: dict[str, Any] = {}  # for what, and in which process group
-        self._seen = ranks_of(num_replicas, rank)
+        self._compared: dict[str, Any] = {}  # the process group that compared facts, by their name
+        self._seen = self._ask()
+
+    def _ask(self) -> tuple[int, int]:
+        number, rank = self._given
+        joined = is_distributed()
+        if number is None:
+            number = torch.distributed.get_world_size() if joined else 1
+        if rank is None:
+            rank = torch.distributed.get_rank() if joined else 0
+        number = at_least_one("num_replicas", number)
+        if natural("rank", rank) >= number:
+            raise OptionError(f"rank must be below num_replicas={number}, got {rank}")
+        return number, rank
 
     def now(self) -> tuple[int, int]:
         """The number of ranks, and this one's."""
         if self._parent is not None and get_worker_info() is not None:
             self._seen = self._parent
         elif self._parent is not None or is_distributed():
-            self._seen = ranks_of(*self._given)
+            self._seen = self._ask()
         self._parent = None
         return self._seen
 
     @property
     def joined(self) -> bool:
-        """Whether they are several, all of the process group.
+        """True for several ranks that are all ranks of the default process group.
 
-        Ranks whose number was given may be others than those of the group.
+        Ranks that were given by hand may be other ranks than those of the group.
         """
         return self._given == (None, None) and self.now()[0] > 1 and is_distributed()
 
-    def have_met(self, what: str) -> bool:
-        """Whether this need not be compared with other ranks, or was, since their group was made.
+    def have_compared(self, facts: str) -> bool:
+        """True once the ranks of this process group compared facts, or if no group joins them."""
+        return not self.joined or self._compared.get(facts) is torch.distributed.group.WORLD
 
-        Nothing need be where no group joins them.
-        """
-        return not self.joined or self._met.get(what) is torch.distributed.group.WORLD
-
-    def note_meeting(self, what: str) -> None:
-        """The ranks of the process group have compared this."""
-        self._met[what] = torch.distributed.group.WORLD
+    def note_comparison(self, facts: str) -> None:
+        """Note that the ranks of the process group have compared facts."""
+        self._compared[facts] = torch.distributed.group.WORLD
 
     def __getstate__(self) -> dict[str, Any]:
         seen = self.now()
-        return {"_given": self._given, "_parent": seen, "_met": {}, "_seen": seen}
+        return {"_given": self._given, "_parent": seen, "_compared": {}, "_seen": seen}
 
 
 _host_groups: dict[Any, Any] = {}  # by the group whose ranks they join

@@ -345,14 +345,16 @@ class TrainingState:
                     if not contents or _objects_in(container) != _objects_in(items):
                         _refill(container, items)
                 for name, value in names:
-                    if name.value is not value and not (contents and _counts(name.value, value)):
+                    if name.value is not value and not (
+                        contents and _are_counters(name.value, value)
+                    ):
                         name.value = value
                 for array, values in arrays:
                     array[...] = values
                 for one, attributes in slots:
                     for key, value in attributes.items():
                         now = getattr(one, key, None)
-                        if now is not value and not (contents and _counts(now, value)):
+                        if now is not value and not (contents and _are_counters(now, value)):
                             object.__setattr__(one, key, value)
                 for tensor, alias in self._aliases:
                     if _place_of(tensor) != _place_of(alias):
@@ -437,13 +439,14 @@ def _tensors_in(container: Any) -> list[int]:
     return [id(one) for one in _values_of(container) if isinstance(one, torch.Tensor)]
 
 
-def _counts(*values: object) -> bool:
+def _are_counters(*values: object) -> bool:
     """Whether values are numbers or text, with which a step counts."""
     return all(isinstance(one, (int, float, complex, str, bytes, types.NoneType)) for one in values)
 
 
 def _objects_in(container: Any) -> list[int]:
-    return [id(one) for one in _values_of(container) if not _counts(one)]
+    """The identities of a container's values, without its counters."""
+    return [id(one) for one in _values_of(container) if not _are_counters(one)]
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -10,21 +10,15 @@ Command: PYTHONPATH=. python examples/benchmarks/any_model_cpu.py [--models TEXT
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, glibc 2.36; OMP_NUM_THREADS=1.
 
     step                       budget  runs  margin  scale  probes    seen    peak  predicted  steps  measuring  allowed  unseen
-    encoder, padding masked         1     4   1.56%  1.000  0.9432  0.9356  0.9831     0.9567     16        9.6     23.9   -0.2%
-    encoder, padding masked         3     4   1.00%  1.000  0.9406  0.9390  0.9903     0.9264     15       18.3     51.6   -0.0%
-    U-Net                           1     7   1.56%  1.467  0.9391  0.9392  0.9799     0.9573     30       13.7     26.3  +46.5%
-    U-Net                           3     7   1.00%  1.468  0.9455  0.9455  0.9914     0.9894     55       38.2     60.1  +46.8%
-    speech, CTC                     1     7   1.56%  1.208  0.9598  0.9545  0.9572     0.9521     10       13.5     28.7   -0.1%
-    speech, CTC                     3     7   1.00%  1.204  0.9463  0.9439  0.9543     0.9337     10       36.3     69.5  +15.3%
-    graphs                          1     4   1.56%  1.000  0.9444  0.9446  0.9871     0.9830     10        6.1     28.3   -0.0%
-    graphs                          3     4   1.00%  1.000  0.9478  0.9475  0.9933     0.9317      9       17.7     70.1   -0.0%
-    contrastive                     1     7   1.56%  1.001  0.9513  0.9502  0.9622     0.9999      5        8.3     21.7   -0.1%
-    contrastive                     3     7   1.00%  1.000  0.9497  0.9486  0.9503     0.9999      5       23.6     42.7   -0.0%
-    decoder, chunked loss           1     4   1.56%  1.027  0.9625  0.9377  0.9639     0.9328      8       20.5     30.2   -0.6%
-    decoder, chunked loss           3     4   1.00%  1.021  0.9795  0.9484  0.9652     0.9073      8       39.3     87.0   -0.7%
-    experts, routed                 1    26   3.00%  1.000  0.9518  0.9499  0.9585     0.9460      8       20.3     21.2       –
-    encoder, PaddedBatch.mask       1     4   1.56%  1.000  0.9383  0.9175  0.9823     0.9606     16       10.6     23.8   -0.6%
-    LSTM                            1     7   1.56%  0.602  0.7156  0.7145  0.9838     0.9107      8       20.4     22.1  -43.0%
+    encoder, padding masked         1     3   1.56%  1.044  0.6024  0.5965  0.9561     0.9932     10       13.4     24.9   -0.2%
+    U-Net                           1     3   1.56%  1.463  0.7272  0.7167  0.9805     0.9836     22       10.4     29.2  +46.5%
+    speech, CTC                     1     6   1.56%  1.219  0.8346  0.8290  0.9260     0.9492      8       12.7     33.8   -0.0%
+    graphs                          1     6   1.56%  1.000  0.9230  0.9231  0.9802     0.9584      8        9.7     33.7   -0.0%
+    contrastive                     1     3   1.56%  1.000  0.5983  0.5927  0.9621     0.7871      4        4.0     24.7   -0.8%
+    decoder, chunked loss           1     3   1.56%  1.139  0.6622  0.6392  0.9913     0.9986      6       25.9     31.2  -23.8%
+    experts, routed                 1    26   3.00%  1.000  0.9542  0.9524  0.9603     0.8797      7       17.8     22.7       –
+    encoder, PaddedBatch.mask       1     3   1.56%  1.047  0.6397  0.6048  0.9285     0.9819     10       16.5     24.9   -0.3%
+    LSTM                            1     6   1.56%  0.599  0.7180  0.7157  0.9828     0.9997      6       13.1     24.3  -42.4%
 
 `probes` and `peak` are the high-water marks of resident memory while the cost was measured, and
 over the epoch, / the whole budget; `seen` is the former as another process saw it, every 5 ms.
@@ -32,7 +26,7 @@ over the epoch, / the whole budget; `seen` is the former as another process saw 
 `unseen` is the growth of resident memory in the step that was predicted to take the most, beyond
 the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is about N full batches of the median size.
-Recorded with `--steps 4`, beside other programs.
+Recorded with `--steps 3 --budgets 1`, beside other programs.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations

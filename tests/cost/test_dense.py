@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.dense import DenseCost
-from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import BudgetError, CostError, OptionError, OversizeError
 
 LIMIT = 2**63 - 1
@@ -144,19 +143,3 @@ def test_states_of_an_optimizer_may_be_a_number():
     for wrong in (-1, True, 1.5):
         with pytest.raises(CostError, match="number of states"):
             bytes_with(wrong)
-
-
-@given(
-    fixed_bytes=st.integers(0, 2**40),
-    sample_bytes=st.integers(1, 2**20),
-    largest=st.integers(1, 110),
-)
-def test_the_sampler_yields_batches_of_the_largest_size(fixed_bytes, sample_bytes, largest):
-    """Samples of one shape: as many as fit in every batch of a window, the rest in one."""
-    cost = DenseCost(fixed_bytes=fixed_bytes, sample_bytes=sample_bytes)
-    budget = int(cost.batch_bytes(largest + 1, 0)) - 1
-    assert cost.largest_batch(budget) == largest
-    sampler = MemoryBudgetBatchSampler(np.ones(100, np.int64), cost, budget, window=100)
-    full, rest = divmod(100, largest)
-    lengths = sorted(map(len, sampler), reverse=True)
-    assert lengths == [largest] * full + [rest] * (rest > 0)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchbudget
+from tests.support.steps import SGD, Step, step_of
 from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.process_tree import process_memory
@@ -26,23 +27,25 @@ GENERATORS: dict[str, Callable[[], float]] = {
 }
 
 
-def step_of(draw: Callable[[], float], largest: bool = False) -> Callable[[torch.Tensor], None]:
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def dropping(keeps: Callable[[], bool], optimizer: Any = SGD) -> Step:
+    """A step of several layers, each of which may be left out."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
 
-    def step(batch: torch.Tensor) -> None:
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
         for layer in model:
-            if draw() < 0.5 or (largest and torchbudget.is_measuring()):
+            if keeps():
                 batch = layer(batch).relu()
-        (batch.mean() + 0 * model[0].weight.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return batch.mean() + 0 * model[0].weight.sum()
 
-    return step
+    return step_of(loss_of, model, optimizer=optimizer)
 
 
-def measured(step: Callable[[torch.Tensor], None], method: Any) -> MeasuredCost:
-    budget = process_memory().resident_bytes + 60 * 2**20
+def drawing(draw: Callable[[], float], largest: bool = False) -> Step:
+    return dropping(lambda: draw() < 0.5 or (largest and torchbudget.is_measuring()))
+
+
+def measured(step: Step, method: Any) -> MeasuredCost:
+    budget = process_memory().resident_bytes + 25 * 2**20
     make = lambda n, size: torch.ones(n, size, 32)  # noqa: E731
     return measure_cost(step, make, max_size=60, method=method, budget=budget)
 
@@ -51,24 +54,18 @@ def measured(step: Callable[[torch.Tensor], None], method: Any) -> MeasuredCost:
 def test_layers_that_are_dropped(name: str) -> None:
     """No trace is exact."""
     with pytest.raises(CostError, match="draws from a generator outside torch"):
-        trace_peak_bytes(step_of(GENERATORS[name]), torch.ones(5, 33, 32))
+        trace_peak_bytes(drawing(GENERATORS[name]), torch.ones(5, 33, 32))
 
 
 def test_the_largest_choice_while_measuring() -> None:
     """A step that makes it is traced exactly."""
-    assert measured(step_of(random.random, largest=True), "trace").label(5, 33) == "exact"
+    assert measured(drawing(random.random, largest=True), "trace").label(5, 33) == "exact"
 
 
 def test_draws_that_change_no_bytes() -> None:
     """A factor from NumPy, for example, leaves a trace exact."""
     layer = nn.Linear(32, 32)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    def step(batch: torch.Tensor) -> None:
-        (layer(batch) * np.random.rand()).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_of(lambda batch: (layer(batch) * np.random.rand()).mean(), layer)
     assert measured(step, "trace").label(5, 33) == "exact"
 
 
@@ -77,8 +74,8 @@ def test_draws_that_change_no_bytes() -> None:
 def test_such_a_step_is_run_several_times(method: str) -> None:
     """It is warned of; the largest of several steps counts, near that of all layers."""
     with pytest.warns(MeasureWarning, match=r"is_measuring"):
-        cost = measured(step_of(random.random), method)
-    whole = measured(step_of(lambda: 0.0), "auto")
+        cost = measured(drawing(random.random), method)
+    whole = measured(drawing(lambda: 0.0), "auto")
     for n in (50, 200):
         assert cost.batch_bytes(n, 60) > 0.8 * whole.batch_bytes(n, 60)
 
@@ -86,24 +83,13 @@ def test_such_a_step_is_run_several_times(method: str) -> None:
 @pytest.mark.parametrize("read", [lambda draw: draw < 0.8, lambda draw: draw.item() < 0.8])
 def test_values_that_torch_draws_count_with_what_takes_more(read: Callable[[Any], bool]) -> None:
     """As of layers that are each left out with a chance: the bytes are those of all layers."""
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def made(keeps: Callable[[], bool]) -> Callable[[torch.Tensor], None]:
-        def step(batch: torch.Tensor) -> None:
-            for layer in model:
-                if keeps():
-                    batch = layer(batch).relu()
-            (batch.mean() + 0 * model[0].weight.sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
 
     def make_batch(n: int, size: int) -> torch.Tensor:
         return torch.zeros(n, size, 32)
 
-    some, every = made(lambda: read(torch.rand(()))), made(lambda: True)
+    some, every = (
+        dropping(keeps, torch.optim.Adam) for keeps in (lambda: read(torch.rand(())), lambda: True)
+    )
     found, expected = (
         measure_cost(one, make_batch, max_size=64, method="trace") for one in (some, every)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,48 +176,3 @@ def test_a_process_without_an_optimizer_traces() -> None:
         [sys.executable, "-c", ALONE], capture_output=True, text=True, check=False
     )
     assert not done.returncode, done.stderr
-
-
-KEPT = """
-import gc
-import json
-
-import numpy as np
-import torch
-
-import torchbudget as tb
-from tests.support.training_cases import CASES
-from torchbudget.machine.high_water import RESIDENT
-from torchbudget.machine.process_tree import process_memory
-
-gc.freeze()  # what is imported takes 0.2 s of each collection
-training = CASES["decoder, scores kept"]()
-model = training.model.eval()
-
-
-@torch.no_grad()
-def step(batch):
-    model(batch["x"])
-
-
-before, room = process_memory().resident_bytes, 120 * 2**20
-budget = before + room
-cost = tb.measure_cost(step, training.make_batch, max_size=512, budget=budget)
-lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, 300), 1, 512).astype(int)
-batches = list(tb.MemoryBudgetBatchSampler(lengths, cost, budget))
-assert RESIDENT.reset()
-for indices in batches:
-    step(training.make_batch(len(indices), int(lengths[indices].max())))
-print(json.dumps([(process_memory().peak_resident_bytes - before) / room, len(batches)]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
-def test_a_real_process_keeps_its_budget() -> None:
-    """An epoch of evaluation comes near to the measured budget, and stays below it."""
-    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    share, batches = json.loads(done.stdout)
-    assert batches > 2
-    assert 0.7 < share <= 1

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from tests.support.steps import step_of
 from tests.support.training_cases import CASES
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, OptionError
@@ -64,19 +65,16 @@ def test_runs_on_cuda_are_refused_where_there_is_none() -> None:
 def packed_step() -> tuple[Any, Any]:
     """A step on packed samples, which takes the sum of each one's units, and batches of lengths."""
     embed, inner, outer = nn.Embedding(100, 32), nn.Linear(32, 256), nn.Linear(256, 10)
-    optimizer = torch.optim.AdamW(nn.ModuleList([embed, inner, outer]).parameters())
     collate = PackCollate()
 
-    def step(batch: Any) -> None:
+    def loss_of(batch: Any) -> torch.Tensor:
         hidden = inner(embed(batch["x"])).tanh().cumsum(0)
-        outer(hidden[batch.cu_seqlens[1:].long() - 1]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return outer(hidden[batch.cu_seqlens[1:].long() - 1]).square().mean()
 
     def batch_of(lengths: list[int]) -> Any:
         return collate([{"x": torch.zeros(one, dtype=torch.int64)} for one in lengths])
 
-    return step, batch_of
+    return step_of(loss_of, embed, inner, outer, optimizer=torch.optim.AdamW), batch_of
 
 
 @pytest.mark.slow

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.steps import Step, step_of
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.errors import MeasureWarning
 from torchbudget.machine.process_tree import process_memory
-
-Step = Callable[[torch.Tensor], Any]
 
 
 def encoder() -> nn.Module:
@@ -22,16 +21,12 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), *parts, nn.Linear(32, 32))
 
 
-def step_of(model: nn.Module, before: Callable[[], object] = lambda: None) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: torch.Tensor) -> None:
+def training(model: nn.Module, before: Callable[[], object] = lambda: None) -> Step:
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
         before()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return model(batch).square().mean()
 
-    return step
+    return step_of(loss_of, model)
 
 
 def measured(step: Step, method: Any = "trace") -> tuple[MeasuredCost, list[str]]:
@@ -52,12 +47,12 @@ def measured(step: Step, method: Any = "trace") -> tuple[MeasuredCost, list[str]
 def test_a_model_as_it_is_loaded() -> None:
     """Its step is measured in training mode, with a warning; the model's mode stays."""
     model = encoder().eval()
-    cost, said = measured(step_of(model))
+    cost, said = measured(training(model))
     assert not any(part.training for part in model.modules())
     assert "model.train()" in said[0]
-    expected, _ = measured(step_of(encoder()))
+    expected, _ = measured(training(encoder()))
     assert cost.traced_bytes(9, 50) == expected.traced_bytes(9, 50)
-    low, said = measured(step_of(model, before=model.eval))
+    low, said = measured(training(model, before=model.eval))
     assert not said
     assert low.traced_bytes(9, 50) < 0.7 * expected.traced_bytes(9, 50)
 
@@ -65,28 +60,24 @@ def test_a_model_as_it_is_loaded() -> None:
 def test_a_step_that_sets_its_mode() -> None:
     """Nothing is warned of, and the step decides."""
     model = encoder().eval()
-    cost, said = measured(step_of(model, before=model.train))
+    cost, said = measured(training(model, before=model.train))
     assert not said
-    assert cost.traced_bytes(9, 50) == measured(step_of(encoder()))[0].traced_bytes(9, 50)
+    assert cost.traced_bytes(9, 50) == measured(training(encoder()))[0].traced_bytes(9, 50)
 
 
 def test_frozen_parts_stay() -> None:
     """Parts in evaluation mode below a model in training, and a teacher without gradients."""
     model, teacher = encoder(), encoder().eval()
     model[1].eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[bool] = []
 
-    def step(batch: torch.Tensor) -> None:
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target = teacher(batch)
-        seen.append(teacher.training or model[1].training)
-        (model(batch) - target).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen[1:] = [any(seen)]
+        seen[:] = [any(seen) or teacher.training or model[1].training]
+        return (model(batch) - target).square().mean()
 
-    _, said = measured(step)
+    _, said = measured(step_of(loss_of, model))
     assert not said
     assert not any(seen)
 
@@ -94,14 +85,7 @@ def test_frozen_parts_stay() -> None:
 def test_normalisation_of_one_sample() -> None:
     """A step that fails in training mode is measured as it is, with a note."""
     model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: torch.Tensor) -> None:
-        model(batch.mean(1)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    cost, said = measured(step)
+    cost, said = measured(step_of(lambda batch: model(batch.mean(1)).square().mean(), model))
     assert not said
     assert any("measured in evaluation mode" in note for note in cost.notes)
 
@@ -116,7 +100,7 @@ def test_a_step_without_a_trace() -> None:
         modes.append(model.training)
         torch.nonzero(torch.ones(3))
 
-    _, said = measured(step_of(model, before=note), "auto")
+    _, said = measured(training(model, before=note), "auto")
     assert "model.train()" in said[0]
     assert modes[-1]
     assert not model.training
@@ -141,7 +125,7 @@ def test_an_evaluation_before_training() -> None:
             model(batch)
 
     assert any("no gradients yet" in note for note in measured(forward)[0].notes)
-    step_of(encoder())
+    training(encoder())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     assert not any("no gradients yet" in note for note in measured(forward)[0].notes)

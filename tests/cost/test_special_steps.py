@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.steps import step_of
 from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError
 
@@ -18,14 +19,7 @@ WIDTH = 32
 
 def full_step(forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Any:
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: torch.Tensor) -> None:
-        forward(model, batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return step_of(lambda batch: forward(model, batch).square().mean(), model)
 
 
 def make_batch(n: int, size: int) -> torch.Tensor:

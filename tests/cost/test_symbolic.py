@@ -21,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.model_classes import CLASSES
+from tests.support.steps import Step, step_of
 from torchbudget import PadCollate, measure_cost, trace_peak_bytes
 from torchbudget.cost.batch_recipe import Recipe, batch_bytes, leaves_of
 from torchbudget.cost.expressions import UntraceableError
@@ -29,19 +30,10 @@ from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.errors import MeasureWarning
 from torchbudget.restoring import TrainingState
 
-Step = Callable[[Any], None]
-
 
 def training(forward: Callable[..., torch.Tensor], *layers: nn.Module) -> Step:
-    model = nn.ModuleList(layers)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(batch: Any) -> None:
-        forward(batch, *model).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    adam = torch.optim.AdamW
+    return step_of(lambda one: forward(one, *layers).square().mean(), *layers, optimizer=adam)
 
 
 def frames(n: int, size: int) -> torch.Tensor:

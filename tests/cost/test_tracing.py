@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.support.live_bytes import LiveBytes, allocated
 from tests.support.model_classes import CLASSES
+from tests.support.steps import SGD, step_of
 from tests.support.training_cases import CASES, ON_A_CARD
 from tests.support.training_cases import Training as Case
 from torchbudget import trace_peak_bytes
@@ -23,14 +25,8 @@ from torchbudget.restoring import TrainingState
 
 def test_a_traced_peak_counts_what_lives() -> None:
     """Two layers by hand: parameters, gradients, momenta, the batch, activations."""
-    model = nn.Linear(64, 128, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(batch: torch.Tensor) -> None:
-        model(batch).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    model, momentum = nn.Linear(64, 128, bias=False), partial(SGD, momentum=0.9)
+    step = step_of(lambda batch: model(batch).square().sum(), model, optimizer=momentum)
     weight, n = 4 * 64 * 128, 1000
     # In the backward of the square: weight, momentum, batch, the output, twice that, the gradient
     # that arrives, and the one that leaves; the loss and its gradient, a block of 64 bytes each.
@@ -64,12 +60,7 @@ def test_a_logged_loss_can_be_traced() -> None:
 def test_what_is_computed_of_pythons_numbers_is_known(half_of: Any) -> None:
     """A number of windows, as Longformer and Swin compute it, is a function of the shape."""
     model = nn.Linear(256, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train(parts: torch.Tensor) -> None:
-        model(parts.exp()).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train = step_of(lambda parts: model(parts.exp()).sum(), model)
 
     def step(batch: torch.Tensor) -> None:
         train(batch.view(half_of(batch.shape), 2, 256))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tests.support.live_bytes import allocated
+from tests.support.steps import SGD, Step, step_of
 from torchbudget import MeasuredCost, measure_cost, memory_summary, trace_peak_bytes
 from torchbudget.dtensors import part_bytes, plain_parts
 from torchbudget.errors import CostError
@@ -79,15 +80,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def step_of(model: nn.Module) -> Callable[[torch.Tensor], None]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+def trained(parameters: Any) -> torch.optim.Optimizer:
+    return SGD([one for one in parameters if one.requires_grad])
 
-    def step(batch: torch.Tensor) -> None:
-        model(batch).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+def squared(model: nn.Module) -> Step:
+    return step_of(lambda batch: model(batch).square().sum(), model, optimizer=trained)
 
 
 def batch_for(model: nn.Module, n: int, size: int) -> torch.Tensor:
@@ -112,7 +110,7 @@ def test_traced_bytes_are_those_of_the_parts(name: str) -> None:
     """A trace counts what torch's profiler counts; buffers of sparse products are left out."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    step = step_of(model)
+    step = squared(model)
     state = sum(map(part_bytes, [*model.parameters(), *model.buffers()]))
 
     def work() -> None:
@@ -129,7 +127,7 @@ def test_measuring_leaves_the_parts_as_they_were(name: str, runs: bool) -> None:
     """Values are restored, bit for bit; nothing dies of what has no storage."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    step, tensors = step_of(model), [*model.parameters(), *model.buffers()]
+    step, tensors = squared(model), [*model.parameters(), *model.buffers()]
     before = [dense(one) for one in tensors]
     if runs:
         measured(model, step, "auto")
@@ -143,16 +141,11 @@ def test_measuring_leaves_the_parts_as_they_were(name: str, runs: bool) -> None:
 def test_a_jagged_batch() -> None:
     """Torch cannot trace it: the error says so, and "auto" runs the step."""
     model = nn.Linear(WIDTH, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_of(lambda batch: model(batch).values().square().sum(), model)
 
     def make(n: int, size: int) -> torch.Tensor:
         rows = [torch.ones(size, WIDTH) for _ in range(n)]
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
-
-    def step(batch: torch.Tensor) -> None:
-        model(batch).values().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     budget = process_memory().resident_bytes + 50 * 2**20
     with pytest.raises(CostError, match="fake tensors"):

@@ -17,14 +17,6 @@ from tests.support.streams import SIZES, make
 from torchbudget.errors import UnevenRanksError
 
 
-def test_one_process_can_play_any_rank() -> None:
-    """Given both, no process group is asked; given none, it is the only rank."""
-    assert (sampler_of().num_replicas, sampler_of().rank) == (1, 0)
-    parts = [list(sampler_of(num_replicas=3, rank=rank)) for rank in range(3)]
-    assert len({len(part) for part in parts}) == 1
-    assert counted(batch for part in parts for batch in part) == Counter(range(300))
-
-
 def test_an_uneven_number_is_refused_before_the_first_batch() -> None:
     """Samples that stand alone and are no multiple of the ranks': `len` and `iter` say so.
 
@@ -154,6 +146,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("stream, plain", "window: 64 on rank 0, 65 on rank 1"),
         ("stream, 1 and 2 workers", "the number of workers (at least 1): 1 on rank 0, 2 on rank 1"),
         ("stream, 1 and 2 workers of shards", "the number of workers (at least 1): 1 on rank 0"),
+        ("stream, 1 and 2 workers of parts", "the number of workers (at least 1): 1 on rank 0"),
+        ("stream, as before on one", "the number of workers (at least 1): 1 on rank 0, 2 on rank"),
+        ("packed and padded", "cost: "),
         ("stream, the host's look-ahead", "look_ahead: 250000000 on rank 0, 125000000 on rank 1"),
         ("stream, unequal later", "the number of workers (at least 1): 2 on rank 0, 3 on rank 1"),
     ],

@@ -255,20 +255,6 @@ def test_as_a_sampler_of_samples_it_is_refused(workers: int) -> None:
             next(iter(DataLoader(range(1000), **options, **more)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "context", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
-)
-def test_a_stock_loader_covers_every_sample(context: str | None) -> None:
-    """Without workers and with two that persist, of each kind: the sampler's epochs in order."""
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
-    options["persistent_workers"] = True
-    sampler, expected = sampler_of(), sampler_of()
-    loader = loader_of(sampler, **(options if context else {}))
-    for _ in range(2):
-        assert len(loader) == len(sampler)
-        assert list(loader) == list(expected)
-
-
 # ---------------------------------------------------------------------- steps
 
 

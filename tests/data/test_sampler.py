@@ -112,14 +112,6 @@ def test_what_cannot_hold_is_refused_at_once(
     assert isinstance(caught.value, ValueError)
 
 
-def test_numpy_ints_are_ints() -> None:
-    """Options that come out of NumPy are taken like Python's own."""
-    options = {"window": 50, "seed": 3, "max_batch_size": 7, "num_replicas": 2, "rank": 1}
-    mine = sampler_of(**{name: np.int32(value) for name, value in options.items()})
-    assert list(mine) == list(sampler_of(**options))
-    assert json.loads(json.dumps(mine.state_dict())) == mine.state_dict()
-
-
 def test_an_epoch_that_drop_last_empties() -> None:
     """Where `drop_last` drops the only micro-batch or step, no loop goes round in silence."""
     for options in ({}, {"samples_per_step": 6}):

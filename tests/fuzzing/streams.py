@@ -268,7 +268,10 @@ def unequal(case: StreamCase) -> Counter[str]:
     """What `tracked` compares on ranks differs where their numbers of workers do."""
     numbers = [case.chance.choice([1, 2, 3]) for _ in range(case.ranks)]
     streams = [case.process(rank, 0, 1) for rank in range(case.ranks)]
-    facts = [one._dealing(one._slot(workers=n)) for one, n in zip(streams, numbers, strict=True)]
+    facts = [
+        one._options.dealing(one._options.slot(workers=n))
+        for one, n in zip(streams, numbers, strict=True)
+    ]
     if case.apart or len(set(numbers)) == 1:
         return Counter()
     with pytest.raises(RankError, match="the number of workers"):

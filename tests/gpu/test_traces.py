@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.gpu.epoch import MIB, on_card
+from tests.support.steps import step_of
 from tests.support.training_cases import ON_A_CARD
 from torchbudget import measure_cost, trace_peak_bytes
 from torchbudget.cost.as_on_cuda import WORKSPACE_BYTES
@@ -61,13 +62,8 @@ def test_a_trace_leaves_the_compiler_as_it_was(warm: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
-    run = torch.compile(model, dynamic=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(x: torch.Tensor) -> None:
-        run(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    run, adam = torch.compile(model, dynamic=True), torch.optim.AdamW
+    step = step_of(lambda x: run(x).square().sum(), model, optimizer=adam)
 
     def make_batch(n: int, size: Any) -> torch.Tensor:
         return torch.randn(n, size, 64, device="cuda")
@@ -87,13 +83,7 @@ def test_a_kernel_of_tritons_does_not_get_a_null_pointer() -> None:
     from tests.gpu.triton_kernel import doubled
 
     model = nn.Linear(64, 64).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: torch.Tensor) -> None:
-        model(doubled(x)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_of(lambda x: model(doubled(x)).sum(), model)
     x = torch.randn(8, 64, device="cuda")
     step(x)
     with pytest.raises(CostError, match="does not run on fake tensors"):

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
-from tests.support.masked_models import TakesMask, TakesNone, step_of
+from tests.support.masked_models import TakesMask, TakesNone
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
+from tests.support.steps import step_of
 from torchbudget import loader, predict
 from torchbudget.errors import (
     BatchError,
@@ -250,6 +251,13 @@ class Tokenizer:
         return {"input_ids": [[1 + ord(letter) % 7 for letter in text[::2]] for text in texts]}
 
 
+def test_a_text_without_tokens() -> None:
+    """It is a row of padding, of the other rows' kind of number."""
+    [batch] = loader(["ab", "", "abcd"], TOKENS, 60, tokenizer=Tokenizer(), shuffle=False)
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["attention_mask"].sum(1).tolist() == [2, 1, 0]
+
+
 @pytest.mark.filterwarnings("ignore:the cost was traced:torchbudget.errors.MeasureWarning")
 def test_outputs_of_texts(traced: list[tuple[int, Any]], tmp_path: Path) -> None:
     """One tensor, in the data set's order, of a model that is measured in evaluation mode."""
@@ -341,7 +349,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "odd images in a U-Net": (
         CostError,
         "size of tensor .* U-Net .* size_multiple=",
-        lambda: loader([torch.ones(n) for n in LENGTHS], halved, "2GiB"),
+        lambda: loader([torch.ones(n) for n in (4, 5, 6)], halved, "2GiB"),
     ),
     "seconds": (
         SizesError,
@@ -558,7 +566,7 @@ def test_a_mask_for_a_model_that_takes_one(
         return outer(**batch)
 
     with torch.compiler.set_stance("force_eager"):
-        (batch,) = loader(ids_and_tags(), step_of(model, call), "1GiB", shuffle=False)
+        (batch,) = loader(ids_and_tags(), step_of(call, model), "1GiB", shuffle=False)
     assert batch["attention_mask"].sum(1).tolist() == batch.lengths.tolist()
     padding = batch["attention_mask"] == 0
     assert {*batch["input_ids"][padding].tolist()} == {token}
@@ -573,7 +581,7 @@ def test_a_mask_for_a_model_that_takes_one(
 def test_no_mask_is_made(kind: str, traced: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Of data with one, for another model, or by the user's collate; what pads fields is told."""
     model = TakesNone() if kind == "model of its own" else TakesMask(pad_token_id=7)
-    step = step_of(model, lambda batch: model(batch["input_ids"]))
+    step = step_of(lambda batch: model(batch["input_ids"]), model)
     data = ids_and_tags(*["attention_mask"] * (kind == "in the data"))
     options = (
         {"collate_fn": tb.PadCollate(padding_value={"tags": -1})} if kind == "a collate" else {}

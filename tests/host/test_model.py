@@ -106,14 +106,6 @@ def test_a_planned_peak_is_that_of_consecutive_batches(pairs, batches, random) -
     assert flight.peak_pinned(batches) >= max(sum(sum(blocks[at]) for at in run) for run in runs)
 
 
-def test_pinned_blocks_are_kept_by_their_size() -> None:
-    """Blocks of one size are used again; of two sizes those of both are kept."""
-    flight = InFlight(
-        replace(TRIAL, storages=[(1000, 3000), (100, 3000)], plain=[0, 0], building=[0, 0])
-    )
-    assert flight.peak_pinned(5) == 5 * (1024 + 4096 + 128)
-
-
 @pytest.mark.parametrize(("axes", "ranks", "packed"), [(1, 1, False), (2, 3, False), (1, 2, True)])
 def test_planned_shapes_are_those_of_the_batches_that_come(axes, ranks, packed) -> None:
     """Indices, numbers of samples and padded sizes (sums, if packed), epoch after epoch."""

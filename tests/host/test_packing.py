@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import torchbudget as tb
-from tests.support.commands import ROOT, printed_by
 from torchbudget import loader
 from torchbudget.errors import CostError
 from torchbudget.host import loader as loaders
@@ -211,11 +209,3 @@ def test_a_step_that_pads_is_planned_as_padded(
     made = loader(data, in_rows_again, "2GiB", size="ids", collate_fn=told)
     assert isinstance(made.batch_sampler.cost, tb.MeasuredCost)
     assert "as if it padded: a packed cost must be a constant" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_real_steps_on_graphs_keep_their_budget() -> None:
-    """The peaks of a whole process are near the budget, and none exceeds it."""
-    told = json.loads(printed_by([ROOT / "tests" / "support" / "script_graphs.py"]))
-    assert told["cost"] == "_PackedMeasuredCost"
-    assert 0.85 <= np.median(told["peaks"]) <= max(told["peaks"]) <= 1.0

@@ -33,10 +33,7 @@ STOPS: list[list[int | None]] = [[None], [1, 3, None, 6, None]]
 ONCE: list[list[int | None]] = [[5, None]]
 SOURCES = ("sampler", "stream")
 # Sources and workers by the number of ranks: with workers where there are several.
-CELLS = {
-    1: [(one, workers) for one in SOURCES for workers in (0, 2)],
-    2: [(one, 2) for one in SOURCES],
-}
+CELLS = {ranks: [(one, workers) for one in SOURCES] for ranks, workers in ((1, 0), (2, 2))}
 
 
 def ids_of(samples: list[Any]) -> dict[str, torch.Tensor]:

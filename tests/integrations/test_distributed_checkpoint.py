@@ -26,7 +26,7 @@ def run(folder: Path, ranks: int, *, saves: bool) -> list[Any]:
     return run_ranks(script.read_text(), own, ranks, folder, saves)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_position_of_two_ranks_is_loaded(ranks: int, tmp_path: Path) -> None:
     """Two go on with the same batches; other numbers take every sample once, or refuse."""
     begun, resumed = run(tmp_path, 2, saves=True), run(tmp_path, ranks, saves=False)

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.peer, pytest.mark.slow]
 RIGHT, EPOCHS_ONLY = Right(), Right(resumed=False)
 SHARDED = Refused("ShardedTwiceError", ["BatchSamplerShard, by prepare()"])
 DISPATCHED = Refused("ShardedTwiceError", ["prepare() with dispatch_batches=True"])
+READ_BY_EACH = Refused("ShardedTwiceError", ["split over 2 ranks already", "IterableDatasetShard"])
 DISPATCHES = Refused("ShardedTwiceError", ["DataLoaderDispatcher, by prepare()"])
 UNLIKE = Refused("OptionError", ["reads len once", "batches_per_epoch"])
 RECOUNTED = Refused("OptionError", ["use_stateful_dataloader=True"])
@@ -30,6 +31,7 @@ EXPECTED = {
         "stateful": [(RIGHT, RIGHT)] * 2,
         "by itself": [(EPOCHS_ONLY, EPOCHS_ONLY), (SHARDED, DISPATCHED)],
         "by itself, stateful": [(RECOUNTED, RECOUNTED), (SHARDED, DISPATCHED)],
+        "by itself, read by each": [(EPOCHS_ONLY, EPOCHS_ONLY), (SHARDED, READ_BY_EACH)],
     },
     "lightning": {
         "DataLoader": [(RIGHT, RIGHT)] * 2,
@@ -41,6 +43,7 @@ EXPECTED = {
         "by itself": [(UNLIKE, EPOCHS_ONLY)] * 2,
         "without": [(LIGHTNING_RESUMED, LIGHTNING_RESUMED)] * 2,
         "by itself, use_distributed_sampler": [(UNLIKE, EPOCHS_ONLY), (REBUILT, EPOCHS_ONLY)],
+        "Fabric": [(EPOCHS_ONLY, EPOCHS_ONLY)] * 2,
     },
     "transformers": {
         "with the mixin": [(RIGHT, UNEQUAL)] * 2,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MonitorWarning, OptionError
-from torchbudget.observe.recording import _QUICK_SHARE, _WHOLE_SHARE, History, Pace
+from torchbudget.observe.monitor import _QUICK_SHARE, _WHOLE_SHARE, History, Pace
 from torchbudget.observe.report import recorded_runs
 from torchbudget.observe.sample import MemorySample
 from torchbudget.units import GiB, MiB

@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.costs import Nodes, measured, piece
-from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
-from torchbudget.errors import OptionError
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 
 # Bytes are linear in the length, and time is quadratic: 1 µs a sample and squared unit.
 NODES = Nodes()
@@ -28,22 +25,6 @@ def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSa
         MemoryBudgetBatchSampler(sizes, COST, 2_000_000, num_replicas=ranks, rank=rank, **options)
         for rank in range(ranks)
     ]
-
-
-@given(st.integers(0, 2**32), st.integers(2, 8), st.sampled_from([400, None]))
-def test_every_sample_once_in_equal_numbers(seed: int, ranks: int, step: int | None) -> None:
-    """Balanced by time, the laws hold: equal counts, every index once, none over the budget."""
-    rng = np.random.default_rng(seed)
-    sizes = np.clip(rng.lognormal(4, 1, 1000), 1, 1000).astype(int)
-    options = {"seed": seed, "time": COST.time, "samples_per_step": step}
-    ours = samplers(sizes, ranks, **options)
-    lengths = {len(sampler) for sampler in ours}
-    drawn = [list(sampler) for sampler in ours]
-    assert {len(batches) for batches in drawn} == lengths
-    indices = np.concatenate([batch for batches in drawn for batch in batches])
-    assert np.array_equal(np.sort(indices), np.arange(1000))
-    for batch in [batch for batches in drawn for batch in batches]:
-        assert COST.batch_bytes(len(batch), sizes[batch].max()) <= 2_000_000
 
 
 @pytest.mark.parametrize("step", [pytest.param(1024, marks=pytest.mark.slow), None])
@@ -72,11 +53,3 @@ def test_a_round_is_one_run_where_that_takes_less_time() -> None:
     ours = samplers(sizes, 8, time=PaddedCost(sample_bytes=1))
     numbers = np.array([[len(batch) for batch in sampler] for sampler in ours])
     assert (np.ptp(numbers, axis=0) <= 1).all()
-
-
-def test_what_is_no_cost_model_is_refused() -> None:
-    for balance in ("time", PaddedCost):
-        with pytest.raises(OptionError, match="time must be a cost model such as PaddedCost"):
-            MemoryBudgetBatchSampler([1, 2], PaddedCost(unit_bytes=1), 10, time=balance)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"time must be a PackedCost, got a MeasuredCost"):
-        MemoryBudgetBatchSampler([1, 2], PackedCost(unit_bytes=1), 10, time=COST)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.samplers import LENGTHS, TOKENS
 from tests.support.streams import Numbered
-from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost, plan_step
+from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, plan_step
 from torchbudget.cost.protocol import AdditiveCost
-from torchbudget.errors import CostError, SizesError
+from torchbudget.errors import CostError
 
 SIZES = LENGTHS.tolist()
 
@@ -128,14 +128,6 @@ def test_a_balance_is_asked_too() -> None:
     balance = Users(lambda n, size: n * size * 0.1, fitting)
     with pytest.raises(CostError, match=r"time.batch_bytes, .* returned float64"):
         MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, time=balance)
-
-
-def test_a_cost_of_other_axes_is_named() -> None:
-    sizes = np.stack([LENGTHS, LENGTHS], axis=1)
-    with pytest.raises(SizesError, match=r"takes sizes of the shape \(N,\), got \(N, 2\)"):
-        MemoryBudgetBatchSampler(sizes, TOKENS, 1000)
-    with pytest.raises(SizesError, match=r"the cost takes sizes of the shape \(N, 2\), got \(N,\)"):
-        MemoryBudgetBatchSampler(LENGTHS, PaddedCost(unit_bytes=(1, 1)), 1000)
 
 
 def test_a_cost_is_asked_with_whole_sizes() -> None:

@@ -79,16 +79,6 @@ def test_each_pass_of_each_epoch_has_an_order_of_its_own(options: Any) -> None:
     assert tuple(whole(order_of(200, seed=5, **options))) not in passes
 
 
-@given(st.integers(1, 300), st.data())
-def test_kept_samples_are_numbered_in_order(n: int, data: Any) -> None:
-    """Kept sample number k is the k-th index that is not skipped."""
-    skipped = data.draw(skips(n))
-    order = order_of(n, skipped=skipped)
-    kept = np.setdiff1d(np.arange(n), skipped)
-    assert len(order) == len(kept)
-    assert np.array_equal(order.to_index(np.arange(len(kept))), kept)
-
-
 # ---------------------------------------------------------------------- weights
 
 

@@ -11,32 +11,6 @@ from hypothesis import strategies as st
 
 from torchbudget import MemoryBudgetBatchSampler, PackedCost
 from torchbudget.errors import OptionError
-from torchbudget.plan.pack import spread
-
-
-@given(st.integers(1, 4), st.integers(1, 80), st.integers(1, 30), st.integers(0, 2**32), st.data())
-def test_no_bin_is_over_any_room(
-    limits: int, n: int, bins: int, seed: int, data: st.DataObject
-) -> None:
-    """With several rooms: every bin within all of them, none empty, none opened without need.
-
-    A bin is opened for an item that fits into no other one, and so no other one can take all of it.
-    """
-    rng = np.random.default_rng(seed)
-    rooms = rng.choice([0, 1, 9, 1000, 2**61], limits).tolist()
-    largest = [max(int(room * data.draw(st.sampled_from([0.1, 0.6, 1]))), 0) for room in rooms]
-    parts = np.array([rng.integers(0, most + 1, n) for most in largest])
-    work = rng.integers(0, 50, n) if data.draw(st.booleans()) else None
-    found = spread(parts, rooms, bins, work)
-    number = int(found.max()) + 1
-    assert number == len(set(found.tolist()))
-    assert number >= min(n, bins)
-    sums = [[sum(row[found == one].tolist()) for row in parts] for one in range(number)]
-    assert all(used <= room for one in sums for used, room in zip(one, rooms, strict=True))
-    for later in range(bins, number):
-        for earlier in range(later):
-            both = np.array(sums[earlier], object) + np.array(sums[later], object)
-            assert (both > np.array(rooms, object)).any()
 
 
 @pytest.mark.parametrize(

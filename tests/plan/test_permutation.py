@@ -208,22 +208,6 @@ def _binomial(hits: int, times: int, chance: float) -> float:
     return (hits - times * chance) / math.sqrt(times * chance * (1 - chance))
 
 
-@pytest.mark.parametrize("direction", ["row", "column", "diagonal"])
-def test_pairs_are_spread_over_the_range(images: Any, direction: str) -> None:
-    """Two images fall into any two of 32 × 32 parts of the range, and so do their differences."""
-    found, _a, _b, n = images
-    one, other = _pairs_in(found, direction)
-    parts = 32
-    table = np.zeros((parts, parts))
-    np.add.at(table, (one * parts // n, other * parts // n), 1)
-    each = n // parts
-    expected = np.full((parts, parts), float(each * each))
-    np.fill_diagonal(expected, float(each * (each - 1)))
-    assert abs(chi_square(table, expected * len(one) / expected.sum())) < FAIR
-    differences = np.bincount((one - other) % n * 64 // n, minlength=64)
-    assert abs(chi_square(differences, len(one) / 64)) < FAIR
-
-
 def test_rectangles_do_not_close(images: Any) -> None:
     """For the four corners of a rectangle of the grid, x₁ − x₂ − x₃ + x₄ vanishes no more often.
 
@@ -251,6 +235,3 @@ def test_seeds_and_epochs_do_not_resemble_each_other(n: int) -> None:
     agreeing = [np.count_nonzero(one == other) for one, other in itertools.combinations(orders, 2)]
     assert max(agreeing) < 12
     assert abs(sum(agreeing) - len(agreeing)) < FAIR * math.sqrt(len(agreeing))
-
-
-# ---------------------------------------------------------------------- keys to shuffle by

@@ -171,15 +171,6 @@ def test_skipped_and_dropped_are_counted() -> None:
     assert alone.report().over_budget == 2
 
 
-def test_padding_of_each_axis() -> None:
-    """By hand: two samples padded to (4, 9)."""
-    cost = PaddedCost(unit_bytes=(1, 1))
-    report = MemoryBudgetBatchSampler([[4, 3], [2, 9]], cost, 26).report()
-    assert report.axis_padding == pytest.approx((1 - 6 / 8, 1 - 12 / 18))
-    assert report.padding == pytest.approx(1 - 18 / 26)
-    assert report.fill == 1
-
-
 # ---------------------------------------------------------------------- how good it is
 
 

@@ -147,19 +147,6 @@ def test_packed_samples_are_balanced_by_their_work(ranks: int, most: float) -> N
     assert step.report().imbalance == pytest.approx(sums.max() / sums.mean())
 
 
-def test_a_report_of_a_step() -> None:
-    """It sums up the step's own micro-batches."""
-    step = plan_step([30, 10, 20, 40], TOKENS, 40, num_replicas=2)
-    report = step.report()
-    batches = [batch for mine in step.micro_batches for batch in mine]
-    assert report.batches == len(batches)
-    assert report.samples == 4
-    assert report.over_budget == 0
-    assert report.ranks == 2
-    assert report.steps == 1
-    assert "fill of the budget" in str(report)
-
-
 @pytest.mark.parametrize(
     ("sizes", "cost", "budget", "options", "error", "match"),
     [

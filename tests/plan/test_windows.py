@@ -11,56 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import oracles
 from tests.support.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
 from torchbudget.errors import OptionError, OversizeError, UnevenRanksError
-from torchbudget.plan.cut import SortedWindows
-from torchbudget.plan.dealing import Ranks, least_rounds, lowest_budgets
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, default_window, rounds_needed, solve
 
 TOKENS = PaddedCost(unit_bytes=1)
-
-
-@given(
-    st.lists(st.integers(1, 300), min_size=1, max_size=80),
-    st.integers(1, 6),
-    st.integers(2, 8),
-)
-def test_the_lowest_budget_of_as_many_micro_batches(
-    sizes: list[int], most: int, ranks: int
-) -> None:
-    """The number of micro-batches rounds up to the ranks'; no budget below gives so few.
-
-    None by more than the search's last step, that is: 1/2048 of the interval.
-    """
-    ordered = np.sort(np.array(sizes))[::-1]
-    length, high, low = len(sizes), most * int(ordered[0]), int(ordered[-1])
-    rule = BatchRules(cost=TOKENS, budget_bytes=high)
-    least = len(oracles.greedy_cut(ordered, TOKENS, high))
-    wanted = -(-least // ranks) * ranks
-
-    def rounds() -> Any:
-        return least_rounds(np.array([least]), length, Ranks(number=ranks))
-
-    if wanted > length:
-        with pytest.raises(UnevenRanksError, match=f"{length} samples that need {least} micro"):
-            rounds()
-        return
-    target = int(rounds()[0]) * ranks
-    assert target == wanted
-    (budget,) = lowest_budgets(
-        SortedWindows(ordered[None], rule),
-        target=np.array([target]),
-        low=np.array([low]),
-        high=high,
-    )
-    assert low - 1 <= budget <= high
-    assert len(oracles.greedy_cut(ordered, TOKENS, int(budget))) <= target
-    below = int(budget) - 1 - (high - low + 1) // 2**11
-    if below >= low:
-        assert len(oracles.greedy_cut(ordered, TOKENS, below)) > target
 
 
 @given(problems(most=120), st.integers(1, 8), st.booleans(), st.integers(0, 2**32))
@@ -80,7 +38,7 @@ def test_windows_are_solved_as_if_alone(
     many = sizes[np.random.default_rng(seed).permutation(len(sizes))[: windows * length]]
     many = many.reshape(windows, length, *sizes.shape[1:])
     many[: windows // 2] //= 7  # windows of unlike scales share a block
-    dealt = Ranks(number=ranks, even_sums=even_sums)
+    dealt = Dealing(number=ranks, even_sums=even_sums)
 
     def key(first: int, number: int) -> WindowKey:
         those = np.arange(first, first + number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +30,3 @@ class TakesNone(TakesMask):
 
     def forward(self, input_ids: Any) -> Any:
         return self.inner(input_ids)
-
-
-def step_of(model: nn.Module, call: Callable[[Any], Any]) -> Callable[[Any], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: Any) -> None:
-        call(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step

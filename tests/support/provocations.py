@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import torchbudget as tb
+from tests.support.steps import step_of
 from torchbudget import errors
 from torchbudget.observe.figures import plot_sizes
 
@@ -111,12 +112,7 @@ def measured_step_without_an_optimizer(*, clears: bool = False) -> None:
 
 def step_on_batches_of_one_shape() -> None:
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor) -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step = step_of(lambda x: model(x).sum(), model)
 
     tb.measure_cost(step, lambda *_: torch.ones(5, 3), max_size=64, method="trace")
 

@@ -1,6 +1,6 @@
 """Measures a BERT or trains it by a cost, without any call of `configure_allocators`; prints JSON.
 
-python script_saved_cost.py measure|load|trace|cache PATH
+python script_saved_cost.py measure|load|trace PATH
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ config = BertConfig(
 )  # fmt: skip
 model = BertForSequenceClassification(config)
 optimizer = torch.optim.AdamW(model.parameters())
-told: dict[str, Any] = {"steps": 0, "warned": []}
+told: dict[str, Any] = {}
 
 
 def step(batch: Any) -> None:
-    told["steps"] += 1
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -60,18 +59,13 @@ mode, path = sys.argv[1:]
 logging.getLogger("transformers").setLevel(logging.ERROR)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    if mode == "cache":
-        rows = [(torch.ones(n, dtype=torch.int64), n % 2) for n in lengths.tolist()]
-        data = [{"input_ids": ids, "labels": label} for ids, label in rows]
-        tb.loader(data, step, BUDGET, cost_cache=path)
-    elif mode == "load":
+    if mode == "load":
         train(tb.load_cost(path))
     else:
         method = "trace" if mode == "trace" else "auto"
         cost = tb.measure_cost(step, make_batch, sizes=lengths, budget=BUDGET, method=method)
         cost.save(path)
         if mode == "trace":
-            told["steps"] = 0
             train(cost)
 told["warned"] = [f"{one.category.__name__}: {one.message}" for one in caught]
 sys.stdout.write(json.dumps(told))

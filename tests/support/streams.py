@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_inf
 from tests.support.resuming import as_json
 from torchbudget import BudgetedIterableDataset, PaddedCost
 from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
-from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.position import StreamLoop
 
 TOKENS = PaddedCost(unit_bytes=1)
 
@@ -90,21 +90,21 @@ class OneProcess:
     def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
         self.stream = stream
         self.slot = slot
-        self.reader: EpochReader | None = None
+        self.reader: StreamLoop | None = None
 
-    def __iter__(self) -> EpochReader:
+    def __iter__(self) -> StreamLoop:
         self.reader = self._new_reader()
         return self.reader
 
-    def _new_reader(self) -> EpochReader:
-        stream = self.stream
-        loaded, stream._loaded = stream._loaded, None
-        state = stream._where() if loaded is None else stream._start
-        return stream._reader_of(self.slot, state)
+    def _new_reader(self) -> StreamLoop:
+        position = self.stream._position
+        loaded, position.loaded = position.loaded, None
+        state = position.where() if loaded is None else position.start
+        return position.loop_at(state, self.slot)
 
     def state_dict(self) -> dict[str, Any]:
-        at = (self._new_reader() if self.reader is None else self.reader).standing
-        return at.state.to_plain(seeks=self.stream._source.may_seek)
+        at = self._new_reader() if self.reader is None else self.reader
+        return at.state.to_plain(seeks=self.stream._options.source.may_seek)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.set_epoch(state["epoch"])  # an end of it stays one, as in a worker

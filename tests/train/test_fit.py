@@ -44,7 +44,6 @@ from torchbudget.train import fit as fit_module
 from torchbudget.train.fit import Epoch
 from torchbudget.train.loop import train_epoch
 from torchbudget.train.step import Step
-from torchbudget.units import MiB
 
 
 @pytest.mark.parametrize("kind", ["sampler", "stream"])
@@ -309,22 +308,6 @@ def test_seeds_of_workers_differ_between_epochs() -> None:
 
 
 # ---------------------------------------------------------------------- a monitor
-
-
-@pytest.mark.slow
-def test_batches_are_cut_down_while_memory_creeps_up(tmp_path: Path) -> None:
-    """The margin grows, later windows are cut smaller, every sample still comes once an epoch."""
-    run = Creeping()
-    path = tmp_path / "run.jsonl"
-    with MemoryMonitor(path=path, replan=run.sampler, replan_batches=5) as monitor:
-        run.fit(monitor, epochs=2)
-    assert run.sampler.plan.rules.cost.margin > 0.1
-    half = len(run.numbers) // 4
-    assert sum(run.numbers[:half]) / half > 1.3 * sum(run.numbers[-half:]) / half
-    assert sum(run.numbers) == 2 * 200
-    batches = [record for record in read_records(path) if record["event"] == "batch"]
-    assert [record["n"] for record in batches] == run.numbers
-    assert batches[-1]["bytes"] > batches[0]["bytes"] + MiB(100)
 
 
 def test_without_a_leak_nothing_is_changed(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from tests.support.large_steps import Data, loss_sum, make_model
 from tests.support.reads import Reads, sgd
 from torchbudget import GradAccumulator, evaluate, fit
 from torchbudget.train import step as step_module
-from torchbudget.train.loop import train_epoch
 from torchbudget.train.step import Step
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -146,21 +145,6 @@ def number_of(batch: Data) -> int:
 def tensor_of(batch: Data) -> Tensor:
     """The same as a tensor, which stands for one on a device."""
     return (batch.y != -100).sum()
-
-
-@pytest.fixture
-def made() -> tuple[nn.Module, GradAccumulator]:
-    model = make_model("CNN")
-    return model, GradAccumulator(sgd(model), model, steps=2, max_norm=0.1)
-
-
-def test_an_epoch_reads_no_step(made: tuple[nn.Module, GradAccumulator]) -> None:
-    model, accumulator = made
-    with Reads() as reads:
-        train_epoch(model, BATCHES, loss_sum, accumulator, weight=number_of)
-    assert not reads.names
-    assert accumulator.last is not None
-    assert accumulator.last.number == 4
 
 
 @pytest.mark.parametrize(("scales", "folder"), [(False, False), (True, False), (False, True)])

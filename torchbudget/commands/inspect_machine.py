@@ -10,6 +10,7 @@ import torch
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.commands import Answer, Command, as_json
+from torchbudget.display import aligned
 from torchbudget.machine.device import cuda_memory
 from torchbudget.machine.host import (
     MemoryPool,
@@ -19,7 +20,6 @@ from torchbudget.machine.host import (
     shared_memory,
     usable_processors,
 )
-from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 _DESCRIPTION: Final = """\

@@ -486,7 +486,7 @@ class Covering:
             taken = self.tracer.values
             self.subject.notes.append(
                 f"the step reads {trace.assumed} values of tensors, as to log or to branch; in the "
-                f"trace a bool is {taken[0]} and a float {taken[1]}, with which it takes more"
+                f"trace a bool is {taken[0]} and a float {taken[1]}, with which it takes no less"
             )
 
 

@@ -36,12 +36,12 @@ from torchbudget.cost.running import (
 )
 from torchbudget.cost.subject import Domain, Subject
 from torchbudget.cost.tracing import Tracer
+from torchbudget.display import counting
 from torchbudget.dtensors import part_bytes
 from torchbudget.errors import BatchError, CostError
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.progress import counting
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState, autocast_is_active, modes_of
 from torchbudget.units import format_bytes
@@ -293,7 +293,9 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     cost = ranks.each(partial(_traced, subject, left, _SECONDS))[0]
     if is_predicted:
         return _on_cuda(subject, cost)
-    return cost if room is None else _on_cpu(subject, cost, beside)
+    if room is None:
+        return cost
+    return _on_cpu(subject, cost, ranks.each(partial(_beside_tensors, subject))[0])
 
 
 def _is_cuda(subject: Subject) -> bool:
@@ -355,7 +357,7 @@ def _beside_tensors(subject: Subject) -> int:
 
 
 def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
-    """The cost of traced bytes and of all other memory of the process, if no step ran."""
+    """The cost of traced bytes and of all other memory, what tracing left included; no step ran."""
     subject.notes += [
         f"{format_bytes(beside)} are added for all other memory of the process",
         _UNSEEN_ON_CPU,

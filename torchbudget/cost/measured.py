@@ -16,11 +16,11 @@ from torchbudget.cost.padded import PackedCost
 from torchbudget.cost.pieces import EXACT, TESTED, Grid, Piece, Probe, first_held
 from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
+from torchbudget.display import new_figure
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.files import write_whole
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.peaks import Peak
-from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
 from torchbudget.warn import warn
 

@@ -41,7 +41,7 @@ def why_not_indexed(data: Any) -> str:
         iterator = iter(data)
         if reads and iterator is not iter(data):  # else the sample would be lost
             reads.append(next(iterator, None))
-        if len({*map(checksum_of, reads)}) < 2:
+        if len({*map(_contents_of, reads)}) < 2:
             return ""
     return "does not read the same sample at index 0, each time, as it yields first"
 
@@ -63,6 +63,13 @@ def checksum_of(item: Any) -> int:
     with suppress(Exception):  # any object may refuse in its own way
         _ByContent(file).dump(item)
     return crc32(file.getvalue())
+
+
+def _contents_of(item: Any) -> bytes:
+    """Return an item's contents; raise whatever it raises where it cannot be pickled."""
+    file = io.BytesIO()
+    _ByContent(file).dump(item)
+    return file.getvalue()
 
 
 class _ByContent(pickle.Pickler):

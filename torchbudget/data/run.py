@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
@@ -34,18 +35,13 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
     the loader ends the run.
 
     Args:
-        source: the sampler or stream.
+        runs: open runs of the sampler or stream, which this one joins.
         loader: the loader; the run calls `iter(loader)`.
     """
 
-    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
-        self._source = source
-        self._runs = source._runs  # replaced when a position is chosen: then this run is over
-        source._beginning = self
-        try:
-            self._batches: Iterator[Any] | None = iter(loader)
-        finally:
-            source._beginning = None
+    def __init__(self, runs: WeakSet[Any], loader: DataLoader[Any]) -> None:
+        self._runs = runs
+        self._batches: Iterator[Any] | None = iter(loader)
         # The loaders' iterator of workers that persist is one object, which a later loop restarts.
         self._restarts = getattr(self._batches, "_sampler_iter", None)
         self._first = self._began()
@@ -63,6 +59,10 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
     @abstractmethod
     def _end(self) -> Place:
         """Return the place after the loader's end; raise if batches are missing."""
+
+    @abstractmethod
+    def _move_to(self, place: Place) -> None:
+        """Move the sampler or stream, unless another position was chosen since the run began."""
 
     @abstractmethod
     def _state(self, place: Place) -> dict[str, Any]:
@@ -86,8 +86,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
         except BaseException:
             self.close()
             raise
-        if self._source._runs is self._runs:
-            self._source._stands_at(self, self._places[-1])
+        self._move_to(self._places[-1])
         if came is _ENDED:
             self.close()
             raise StopIteration
@@ -114,8 +113,7 @@ class Run(Iterator[Any], AbstractContextManager["Run[Any]"], Generic[Place]):
     def start_over(self) -> None:
         """Put the sampler or stream back where the run began, for a host whose loops start over."""
         self.close()
-        if self._source._runs is self._runs:
-            self._source._stands_at(self, self._first)
+        self._move_to(self._first)
 
     def close(self) -> None:
         """End the run at its present position."""

@@ -14,7 +14,7 @@ from torchbudget.plan.fingerprint import MEANING
 
 
 def check_same_on_ranks(
-    ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]], what: str = "facts"
+    ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]], *, each_time: bool = False
 ) -> None:
     """Raise if ranks plan by different facts: a collective, at the first loop.
 
@@ -24,16 +24,15 @@ def check_same_on_ranks(
     Args:
         ranks: the ranks that share samples.
         facts: what they plan by, of plain types.
-        what: name of the facts, which are compared once; `"facts"` are a part of any others.
+        each_time: compare them at each call, and not only at the first one.
 
     Raises:
         RankError: something differs, or a rank does not begin its loop within the timeout of its
             process group; on all ranks that have begun theirs.
     """
-    if _may_compare() and not ranks.have_met(what):
+    if _may_compare() and (ranks.joined if each_time else not ranks.have_compared("facts")):
         _raise_difference(gathered_of_all(dict(facts())))
-        ranks.note_meeting("facts")
-        ranks.note_meeting(what)
+        ranks.note_comparison("facts")
 
 
 def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:
@@ -47,7 +46,7 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
     Raises:
         RankError: another rank's differ, or it does not come here, as in `check_same_on_ranks`.
     """
-    if not _may_compare() or ranks.have_met("samples"):
+    if not _may_compare() or ranks.have_compared("samples"):
         return
     found = gathered_of_all((worker, sizes))
     # Out of order, the first batch of another rank may be that of another worker.
@@ -59,7 +58,7 @@ def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> Non
             "splits itself by rank, pass split='ranks'. If it or a transform draws at random, use "
             "transforms.rng(), or a generator with a fixed seed"
         )
-    ranks.note_meeting("samples")
+    ranks.note_comparison("samples")
 
 
 def _may_compare() -> bool:

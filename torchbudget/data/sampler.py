@@ -27,9 +27,9 @@ from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import PLACE, Cursor
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
-from torchbudget.plan.micro_batch import MicroBatch, Window
+from torchbudget.plan.micro_batch import Draw, MicroBatch, Window
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.plan import Plan
@@ -211,7 +211,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             table,
             rules,
             order,
-            Ranks(number=ranks.now()[0], even_sums=samples_per_step is not None),
+            Dealing(number=ranks.now()[0], even_sums=samples_per_step is not None),
             window=self._window,
             drop_last=drop_last,
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
@@ -404,7 +404,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     def whole_pass(self) -> Iterator[None]:
         """Iterate over every sample inside, without a change for a loop around it: see `predict`.
 
-        Where samples cannot be dealt evenly to the ranks, some come again: see `Ranks.repeats`.
+        Where samples cannot be dealt evenly to the ranks, some come again: see `Dealing.repeats`.
 
         Raises:
             OptionError: an epoch leaves samples out or repeats them.
@@ -633,11 +633,9 @@ class _Iteration(Iterator[list[int]]):
         self.is_tracked, self.reads_ahead = is_tracked, reads_ahead
         self.steps = array("q")
         self.queue: deque[MicroBatch] = deque()
-        self._windows = plan.windows(began, rank=self._rank)
-        self._window: Window | None = None  # that was begun
-        self._lists: Iterator[list[int]] = iter(())  # of its micro-batches that are left
-        self._turn = -1  # of the micro-batch that was drawn last
-        self._last_turn = -1  # of the one that ends the epoch, if it is in this window
+        self._draws = plan.draws(began, rank=self._rank)
+        self._window: Window | None = None  # of the batch that was drawn last
+        self._turn = 0  # its round
 
     @property
     def cursor(self) -> Cursor:
@@ -645,34 +643,25 @@ class _Iteration(Iterator[list[int]]):
         return self.began if self._window is None else MicroBatch(self._window, self._turn).after
 
     def __next__(self) -> list[int]:
-        indices = next(self._lists, None)
-        if indices is None:
-            indices = self._first_of_window()
-        self._turn += 1
-        if self._sampler._present is not self and self._counts():
-            self._sampler._present = self
-        if self.is_tracked:
-            assert self._window is not None  # noqa: S101  (`_first_of_window` sets it)
-            self.queue.append(MicroBatch(self._window, self._turn))
-        elif self._turn == self._last_turn:
-            self._end(self.cursor)
-        return indices
-
-    def _first_of_window(self) -> list[int]:
         try:
-            window = next(self._windows)
+            window, self._turn, indices = next(self._draws)
         except StopIteration:
             if self._window is None:  # nothing is left of the epoch
                 self._end(self._plan.next_epoch(self.began))
             raise
         except Exception:  # a generator that raised is over: the next call raises again
-            self._windows = self._plan.windows(self.cursor, rank=self._rank)
+            self._draws = self._plan.draws(self.cursor, rank=self._rank)
             raise
-        self.steps.extend(window.steps)
-        rounds = window.rounds
-        self._turn, self._last_turn = rounds.start - 1, rounds[-1] if window.ends_epoch else -1
-        self._window, self._lists = window, window.lists()
-        return next(self._lists)
+        if window is not self._window:
+            self._window = window
+            self.steps.extend(window.steps)
+        if self._sampler._present is not self and self._counts():
+            self._sampler._present = self
+        if self.is_tracked:
+            self.queue.append(MicroBatch(window, self._turn))
+        elif window.ends_epoch and self._turn == window.rounds[-1]:
+            self._end(self.cursor)
+        return indices
 
     def _counts(self) -> bool:
         """Whether no run is open, and no other position was chosen since this began."""
@@ -685,19 +674,17 @@ class _Iteration(Iterator[list[int]]):
 
     def replan(self, plan: Plan, place: tuple[int, int, int]) -> None:
         """Go on with another plan from the first window at or after a place."""
-        self._windows = self._replanned(self._windows, plan, place)
+        self._draws = self._replanned(self._draws, plan, place)
         self._plan = plan
 
     def _replanned(
-        self, windows: Iterator[Window], plan: Plan, place: tuple[int, int, int]
-    ) -> Iterator[Window]:
-        for window in windows:
+        self, draws: Iterator[Draw], plan: Plan, place: tuple[int, int, int]
+    ) -> Iterator[Draw]:
+        for window, turn, indices in draws:
             if window.place >= place:
-                break
-            yield window
-        else:
-            return
-        yield from plan.windows(self.cursor, rank=self._rank)
+                yield from plan.draws(self.cursor, rank=self._rank)
+                return
+            yield window, turn, indices
 
 
 class SamplerRun(Run["Cursor | MicroBatch"]):
@@ -711,9 +698,14 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def __init__(self, sampler: MemoryBudgetBatchSampler, loader: DataLoader[Any]) -> None:
         plan = sampler.plan
+        self._sampler = sampler
         self._sizes = SizeCheck(plan.rules, plan.sizes.values)
         self._delivered = 0
-        super().__init__(sampler, loader)
+        sampler._beginning = self
+        try:
+            super().__init__(sampler._runs, loader)
+        finally:
+            sampler._beginning = None
 
     def _began(self) -> Cursor:
         if not hasattr(self, "iteration"):
@@ -737,7 +729,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        plan = self._source._plan
+        plan = self._sampler._plan
         after = place.after if isinstance(place, MicroBatch) else plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
@@ -745,12 +737,15 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
                 f"{began.epoch}: its data set or its collate_fn raised StopIteration, as next() "
                 "does at the end of an iterator; call next(iterator, None)"
             )
-        self._sizes.end()
         return after
 
     def _state(self, place: Cursor | MicroBatch) -> dict[str, Any]:
         cursor = place.after if isinstance(place, MicroBatch) else place
-        return dict(self._source._state_of(cursor))
+        return dict(self._sampler._state_of(cursor))
+
+    def _move_to(self, place: Cursor | MicroBatch) -> None:
+        if self._sampler._runs is self._runs:
+            self._sampler._stands_at(self, place)
 
 
 def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:

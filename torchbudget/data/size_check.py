@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
 
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import IntArray, Sizes
+from torchbudget.data.collate.batch import Batch, PackedBatch, PaddedBatch
 from torchbudget.errors import (
     CollateError,
     OtherNumbersWarning,
@@ -19,14 +20,13 @@ from torchbudget.errors import (
     PaddedSizeWarning,
 )
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import run_costs
 from torchbudget.warn import warn
 
-_SAMPLES: Final = 1024  # samples after which sizes are judged
-_FEWEST: Final = 128  # samples of an epoch that ended earlier and is judged all the same
-# Rank correlation of n unrelated values is below 3/√n but in one case of 370. With lengths, that of
-# characters, words, noisy lengths or pixels is above 0.6: tests/data/test_size_check.py.
-_CHANCE: Final = 3.0
-_AGAIN: Final = "Read the sizes again, with the data set of the loader: sizes_of(dataset, …)"
+# Sizes are the lengths of a field if this share of a batch's sizes equals them. An augmentation
+# leaves most samples as long as they were. Of sizes in words, characters, bytes or noisy lengths,
+# at most 7 % equal the lengths (tests/data/test_size_check.py).
+_MOSTLY: Final = 0.5
 
 
 class SizeCheck:
@@ -35,15 +35,13 @@ class SizeCheck:
     - `OtherNumbersWarning`: a batch has another number of samples than planned.
     - `PaddedSizeWarning`: a batch is padded to more than was planned and than its longest sample
       needs, since the collate rounds up to a multiple that the plan does not know.
-    - `OtherSizesWarning`: most sizes equal a length, and a sample is longer than planned, in any
-      batch. Or the sizes neither rise nor fall with any length, in the order of 1,024 samples.
-      Sizes may be of any unit, such as bytes or pixels, and those that no length exceeds (random
-      crops) are right.
+    - `OtherSizesWarning`: samples are longer than their sizes, and with their lengths the cost of
+      the batch exceeds the budget. The lengths are those of the field that most sizes equal; if
+      they equal none, the batch's own. A measured cost may have sizes of any unit, such as pixels,
+      so that it is compared only if most sizes equal the lengths.
 
     A batch of another library is compared by its `attention_mask`, and not at all without one. A
-    padded batch that was planned without padding raises a `CollateError`, and so do 128 samples
-    that are all longer than their sizes in every ragged field: their batches have more elements
-    than planned. (A measured cost has measured sizes of any unit.)
+    padded batch that was planned without padding raises a `CollateError`.
 
     Args:
         rules: rules that the batches were planned by.
@@ -51,79 +49,52 @@ class SizeCheck:
     """
 
     def __init__(self, rules: BatchRules, sizes: Sizes | None) -> None:
-        self._rules, self._packed, self._sizes = rules, rules.packing is not None, sizes
-        self._of_any_unit = isinstance(rules.cost, MeasuredCost)
-        self._seen: list[_Seen] = []  # batches until the judgement
-        self._count = 0  # samples in them
-        self._fields: list[int] = []  # number of axes of each field of their samples
-        self._equal: list[tuple[int, int]] = []  # axis of sizes, column of lengths that equal them
-        self._is_judged = sizes is None
+        self._rules, self._sizes = rules, sizes
         self._warned: set[type[Warning]] = set()
 
     def compare(self, batch: Any, padded_size: Sequence[int] | IntArray, indices: IntArray) -> None:
-        """Compare a batch with its plan; O(1) for nearly all batches that came as planned.
+        """Compare a batch with its plan; O(1) for batches that came as planned.
 
         Args:
             batch: batch as the loader returned it.
             padded_size: planned, shape `(d,)`; of packed rows the sum.
             indices: samples of the batch, shape `(n,)`.
         """
-        own = hasattr(type(batch), "sample_shapes")
-        mask = None if own else _mask_of(batch)
-        if mask is None and not own:
-            return
         try:
-            number, came = _shape(batch) if mask is None else (len(mask), [mask.shape[1]])
+            shown = _shown(batch)
         except CollateError:
             return  # it was rebuilt from its fields and does not know its samples
-        planned = [int(size) for size in padded_size]
+        if shown is None:
+            return
+        (number, came), is_packed = shown, self._rules.packing is not None
         if number != len(indices):
-            if own:
+            if isinstance(batch, Batch):
                 self._warn(
                     OtherNumbersWarning,
                     f"a batch has {number} samples, but {len(indices)} were planned: the data "
                     "set's __getitems__ or the collate_fn drops samples, or adds some that the "
                     "budget does not count. Drop or add samples before the sizes are read",
                 )
-            return
-        if came == planned and self._is_judged:
-            return
-        if came and (own and hasattr(batch, "padded_total")) == self._packed:
-            lengths = (batch.lengths if mask is None else (mask != 0).sum(1)).numpy()
-            self._compare_padding(came, planned, lengths.reshape(number, -1))
-        elif self._packed:
+        elif is_packed and not isinstance(batch, PackedBatch):
             check_elements(batch, None, self._rules.size_multiple)
-        if self._sizes is not None:
-            shapes = batch.sample_shapes() if mask is None else _shapes_by(mask, batch)
-            shapes = [one for one in shapes if len(one) == number]
-            fields = [one.shape[1] for one in shapes]
-            self._fields = self._fields or fields
-            if shapes and fields == self._fields:  # others cannot be compared
-                sizes = self._sizes[indices].astype(np.int64).reshape(number, -1)
-                self._seen.append(_Seen(sizes, np.concatenate(shapes, axis=1), planned, indices))
-                self._count += number
-                if self._count >= _FEWEST and not (self._is_judged or self._of_any_unit):
-                    self._check_longer()
-                if self._is_judged or self._count >= _SAMPLES:
-                    self._judge()
-                else:  # 1,024 samples may come long after the first batch over the budget
-                    self._find_longer(self._seen[-1], _equal_lengths(self._seen))
-
-    def end(self) -> None:
-        """Judge the sizes by an epoch that ended before 1,024 samples came."""
-        if self._count >= _FEWEST:
-            self._judge()
+        elif len(came) == len(padded_size) and is_packed == isinstance(batch, PackedBatch):
+            planned = np.asarray(padded_size)
+            if (np.array(came) > planned).any():
+                lengths = _lengths(batch, number)
+                self._compare_padding(came, planned, lengths)
+                self._compare_sizes(batch, lengths, indices)
 
     def _warn(self, category: type[Warning], message: str) -> None:
         if category not in self._warned:
             self._warned.add(category)
             warn(message, category)
 
-    def _compare_padding(self, came: list[int], planned: list[int], lengths: IntArray) -> None:
+    def _compare_padding(self, came: list[int], planned: IntArray, lengths: IntArray) -> None:
         rounded, packing = self._rules.padded(lengths), self._rules.packing
-        total = rounded.sum(axis=0)
-        needed = rounded.max(axis=0) if packing is None else packing.padded_totals(total)
-        if len(planned) == len(came) and (np.array(came) > np.maximum(planned, needed)).any():
+        needed = rounded.max(axis=0)
+        if packing is not None:
+            needed = packing.padded_totals(rounded.sum(axis=0))
+        if (np.array(came) > np.maximum(planned, needed)).any():
             sizes = [" × ".join(map(str, size)) for size in (came, planned)]
             self._warn(
                 PaddedSizeWarning,
@@ -133,91 +104,36 @@ class SizeCheck:
                 "pad to the longest sample",
             )
 
-    def _check_longer(self) -> None:
-        sizes = np.concatenate([one.sizes for one in self._seen])
-        lengths = np.concatenate([one.lengths for one in self._seen])
-        lengths = lengths[:, lengths.min(axis=0) < lengths.max(axis=0)]
-        if lengths.size and (lengths.min(axis=1) > sizes.max(axis=1)).all():
-            raise CollateError(
-                f"all {len(sizes)} samples read so far are longer than their sizes, such as "
-                f"{lengths[-1].tolist()} for {sizes[-1].tolist()}: the budget does not count the "
-                f"difference. {_AGAIN}; or, if sizes have another unit, measure the cost of that "
-                "unit by measure_cost"
-            )
-
-    def _judge(self) -> None:
-        seen, self._seen, self._count = self._seen, [], 0
-        if not self._is_judged:
-            self._is_judged = True
-            self._equal = _equal_lengths(seen)
-        if self._equal:
-            for one in seen:
-                self._find_longer(one, self._equal)
+    def _compare_sizes(self, batch: Any, lengths: IntArray, indices: IntArray) -> None:
+        if self._sizes is None:
             return
-        self._sizes = None  # they are of another unit, or of other samples
-        sizes = np.concatenate([one.sizes for one in seen])
-        lengths = np.concatenate([one.lengths for one in seen])
-        fields = np.repeat(np.arange(len(self._fields)), self._fields)
-        if _are_unrelated(sizes, lengths, fields):
+        rules, sizes = self._rules, self._sizes[indices].reshape(len(indices), -1).astype(np.int64)
+        fields = batch.sample_shapes() if isinstance(batch, Batch) else [lengths]
+        equal = [(one == sizes).mean() if one.shape == sizes.shape else 0.0 for one in fields]
+        if max(equal) >= _MOSTLY:
+            lengths = fields[int(np.argmax(equal))]
+        elif isinstance(rules.cost, MeasuredCost):
+            return
+        more = (lengths - sizes).max(axis=1)
+        if more.max() > 0 and self._exceeds(lengths):
+            i, limit = int(more.argmax()), rules.limits[0]
+            length, size = (" × ".join(map(str, one[i].tolist())) for one in (lengths, sizes))
             self._warn(
                 OtherSizesWarning,
-                f"the sizes do not match the samples: of {len(sizes)} samples read, those with "
-                "larger sizes are not longer in any field. Batches may exceed the budget. "
-                f"{_AGAIN}",
+                f"sample {indices[i]} of the data set has a length of {length}, but its size is "
+                f"{size}: with the lengths of its samples, its batch costs more than the budget of "
+                f"{limit.text(limit.amount)}. Read the sizes again, with the data set of the "
+                "loader: sizes_of(dataset, …)",
             )
 
-    def _find_longer(self, found: _Seen, equal: list[tuple[int, int]]) -> None:
-        for axis, column in equal:
-            lengths, planned = found.lengths[:, column], found.planned[axis]
-            if (lengths.sum() if self._packed else lengths.max()) > planned:
-                i = int((lengths - found.sizes[:, axis]).argmax())
-                self._warn(
-                    OtherSizesWarning,
-                    f"sample {found.indices[i]} of the data set has a length of {lengths[i]}, but "
-                    f"its size is {found.sizes[i, axis]}: its batch has more than the {planned} "
-                    f"that the budget counts. {_AGAIN}",
-                )
-
-
-class _Seen(NamedTuple):
-    """A batch: sizes `(n, d)`, lengths along all axes of all fields `(n, a)`, plan, indices."""
-
-    sizes: IntArray
-    lengths: IntArray
-    planned: list[int]
-    indices: IntArray
-
-
-def _equal_lengths(seen: list[_Seen]) -> list[tuple[int, int]]:
-    """The axes of sizes that equal a length in most samples, with the column of the lengths."""
-    equal: list[tuple[int, int]] = []
-    # As they come, and sorted in each batch by itself: a collate may reorder its samples.
-    for arranged in (np.asarray, partial(np.sort, axis=0)):
-        sizes = np.concatenate([arranged(one.sizes) for one in seen])
-        lengths = np.concatenate([arranged(one.lengths) for one in seen])
-        for axis in range(0 if equal else sizes.shape[1]):
-            share = (lengths == sizes[:, axis, None]).mean(axis=0)
-            if share.max(initial=0) >= 0.5:
-                equal.append((axis, int(share.argmax())))
-    return equal
-
-
-def _are_unrelated(sizes: IntArray, lengths: IntArray, fields: IntArray) -> bool:
-    """True if no length, product or sum of lengths rises or falls with the sizes beyond chance."""
-    sizes = sizes[:, sizes.std(axis=0) >= 0.1 * sizes.mean(axis=0)]  # else any order is as good
-    varies = lengths.min(axis=0) < lengths.max(axis=0)
-    lengths, fields = lengths[:, varies], fields[varies]
-    if not sizes.size or not lengths.size:
-        return False
-    # In float64, whose products do not wrap: pixels are products of two axes.
-    products = [lengths[:, fields == one].prod(1, dtype=np.float64) for one in np.unique(fields)]
-    amounts = np.column_stack([lengths, *products])
-    if (amounts.max(axis=1) <= sizes.max(axis=1)).all():  # random crops
-        return False
-    columns = [*sizes.T, *amounts.T, np.sum(products, axis=0)]
-    ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
-    relations = np.asarray(np.corrcoef(ranks))[: sizes.shape[1], sizes.shape[1] :]
-    return bool((np.abs(relations) < _CHANCE / len(sizes) ** 0.5).all())
+    def _exceeds(self, lengths: IntArray) -> bool:
+        """True if a batch of samples of these lengths, `(n, d)`, costs more than the budget."""
+        rules, own = self._rules, lengths if lengths.shape[1] > 1 else lengths[:, 0]
+        try:
+            cost = run_costs(own, np.array([0]), np.array([len(own)]), rules, rules.cost)
+        except Exception:  # noqa: BLE001  (a user's cost may refuse sizes that it does not know)
+            return True
+        return bool(cost[0] > rules.budget_bytes)
 
 
 def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
@@ -233,16 +149,13 @@ def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
     Raises:
         CollateError: it has more; or padding where none was planned.
     """
-    own = hasattr(type(batch), "sample_shapes")
-    mask = None if own else _mask_of(batch)
-    if mask is None and not own:
+    shown = _shown(batch)
+    if shown is None:
         return
-    number, came = _shape(batch) if mask is None else (len(mask), [mask.shape[1]])
-    joined = own and hasattr(batch, "padded_total")
+    (number, came), joined = shown, isinstance(batch, PackedBatch)
     elements = math.prod(came) * (1 if joined else number)
     if multiple is not None and not joined:
-        lengths = batch.lengths if mask is None else (mask != 0).sum(1)
-        planned = (-(-lengths.reshape(number, -1) // multiple) * multiple).prod(1).sum()
+        planned = (-(-_lengths(batch, number) // multiple) * multiple).prod(1).sum()
         if elements > planned:
             raise CollateError(
                 f"batches were planned without padding, by a PackedCost, but one has {number} "
@@ -257,25 +170,34 @@ def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
         )
 
 
-def _shape(batch: Any) -> tuple[int, list[int]]:
-    """The number of samples and the padded size or total, which is empty for texts."""
+def _shown(batch: Any) -> tuple[int, list[int]] | None:
+    """The number of samples, and the padded size or total; `None`: the batch does not show them.
+
+    The size is empty if no field is ragged, as for texts.
+
+    Raises:
+        CollateError: the batch was rebuilt from its fields and does not know its samples.
+    """
+    if not isinstance(batch, Batch):
+        mask = _mask_of(batch)
+        return None if mask is None else (len(mask), [mask.shape[1]])
     number = batch.num_samples
-    try:
-        came = [batch.padded_total] if hasattr(batch, "padded_total") else [*batch.padded_size]
-    except CollateError:
-        came = []
+    came: list[int] = []
+    with suppress(CollateError):  # the field with the lengths is neither padded nor joined
+        if isinstance(batch, PackedBatch):
+            came = [batch.padded_total]
+        elif isinstance(batch, PaddedBatch):
+            came = [*batch.padded_size]
     return number, came
 
 
-def _mask_of(batch: Any) -> Tensor | None:
+def _lengths(batch: Any, number: int) -> IntArray:
+    """The lengths of a batch's samples, `(n, k)`."""
+    lengths = batch.lengths if isinstance(batch, Batch) else (_mask_of(batch) != 0).sum(1)
+    return np.asarray(lengths.numpy()).reshape(number, -1)
+
+
+def _mask_of(batch: Any) -> Any:
     """The attention mask that transformers' collators make, `(n, L)`, 0 where padding is."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 and mask.is_cpu else None
-
-
-def _shapes_by(mask: Tensor, batch: Mapping[str, Any]) -> list[IntArray]:
-    """The lengths that a mask shows; none if sizes may be those of a field with other shapes."""
-    shapes = [one.shape for one in batch.values() if isinstance(one, Tensor)]
-    if any(shape != mask.shape[: len(shape)] for shape in shapes):
-        return []
-    return [(mask != 0).sum(1)[:, None].numpy()]

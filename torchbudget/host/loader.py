@@ -35,20 +35,20 @@ from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
 from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.sizes.sizes_of import SizeDataset, spread
+from torchbudget.display import say
 from torchbudget.distributed import Ranks
 from torchbudget.dtensors import part_bytes, plain_parts
 from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
-from torchbudget.files import PieceFolder
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
 from torchbudget.machine.device import is_cpu
 from torchbudget.machine.host import host_memory
-from torchbudget.progress import say
+from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
 from torchbudget.train.loop import evaluation_mode, modules_of
-from torchbudget.train.predict import Forward, Split, of_samples, outputs_of
+from torchbudget.train.predict import Forward, PieceFolder, Split, of_samples, outputs_of
 from torchbudget.units import Amount, format_bytes
 
 _CALL: Final = "loader(dataset, step, budget, …), with options of MemoryBudgetBatchSampler"
@@ -81,8 +81,9 @@ def loader(
     error. Afterwards model, optimizer and random generators are as they were, bit for bit. A step
     that writes a log or a file skips it if `is_measuring()`.
 
-    Under `torch.distributed` every rank must call it. The largest cost of any rank counts, and the
-    smallest number of workers that `loader_options` chose. The budget is that of one process.
+    Under `torch.distributed` every rank must call it, unless you pass `num_replicas=1`. The largest
+    cost of any rank counts, and the smallest number of workers that `loader_options` chose. The
+    budget is that of one process.
 
     Args:
         dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a
@@ -141,7 +142,8 @@ def loader(
         workers = _taken_from(dataset, options) | workers
         if collate_fn is None and tokenizer is None and dataset.collate_fn is not default_collate:
             collate_fn = dataset.collate_fn
-    ranks, reserve = Ranks(), 0
+    alone = options.get("num_replicas") == 1
+    ranks, reserve = Ranks(alone=alone), 0
     with RandomState.take():  # samples may draw
         with ranks.together():
             samples = _tokenized(samples, tokenizer)
@@ -167,16 +169,12 @@ def loader(
         told = str(cost)
         if isinstance(cost, MeasuredCost) and packed is not False:
             cost = ranks.each(partial(_packed, cost, batches, packed))[0]
-        cost, budget = agree(cost, budget)
+        if not alone:
+            cost, budget = agree(cost, budget)
         if device is not None and budget.device is not None:
             limit_device_memory(budget, device)
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
-        most = batches.most_elements(sampler.plan.rules)
-        multiple = None if sampler.plan.rules.packing is None else batches.multiple
-        shaped = batches.collate
-        if isinstance(shaped, PadCollate) and options.get("max_shapes") is not None:
-            shaped = replace(shaped, size_multiple=sampler)
-        collate = CheckedCollate(shaped, most, multiple)
+        collate = _checked(batches, sampler.plan.rules)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
             chosen = loader_options(
@@ -303,6 +301,15 @@ class CheckedCollate:
         return batch
 
 
+def _checked(batches: RealBatches, rules: BatchRules) -> CheckedCollate:
+    """The collate that pads as the rules plan, and compares its batches with them."""
+    made = batches.collate
+    if rules.shapes and isinstance(made, PadCollate):
+        made = replace(made, size_multiple=rules)
+    multiple = None if rules.packing is None else batches.multiple
+    return CheckedCollate(made, batches.most_elements(rules), multiple)
+
+
 def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
     check_call(MemoryBudgetBatchSampler, _CALL, (), step, budget, **options)
     if isinstance(step, type) or not (callable(step) or isinstance(step, CostModel)):
@@ -347,7 +354,10 @@ def _tokenized(dataset: Any, tokenizer: Any) -> Any:
         texts = [dataset[i] for i in range(start, min(start + _TEXTS, len(dataset)))]
         fields = tokenizer(texts, truncation=True, return_attention_mask=False)
         # Arrays take a fifth of the memory of lists.
-        rows = zip(*([np.array(ids) for ids in column] for column in fields.values()), strict=True)
+        rows = zip(
+            *([np.array(ids, np.int64) for ids in column] for column in fields.values()),
+            strict=True,
+        )
         found += [dict(zip(fields.keys(), row, strict=True)) for row in rows]
     return found
 

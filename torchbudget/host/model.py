@@ -12,16 +12,16 @@ from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader
 
 from torchbudget.cost.protocol import FloatArray, IntArray
-from torchbudget.data.cache.shared_file import bytes_to_come
+from torchbudget.data.cache.sample_cache import bytes_to_come
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
+from torchbudget.display import aligned
 from torchbudget.errors import OptionError
 from torchbudget.host.trial import Trial, forks, try_batches
 from torchbudget.machine.process_tree import mapped_data_bytes, process_pages, process_tree
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
 from torchbudget.protocols import MapStyle
-from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 # Share of what workers and batches need, for the difference between a trial and a long run; in

@@ -17,8 +17,8 @@ from torchbudget.warn import warn
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 # The setting of every measurement and training on the CPU: examples/benchmarks/malloc_settings.py.
-_MAPPED_BYTES: Final = 2**20
-_KEPT_BYTES: Final = 2**24
+_MAPPED_BYTES: Final = 2**17
+_KEPT_BYTES: Final = 2**17
 _SEEN_BYTES: Final = 2**24  # of an empty tensor that shows whether glibc's malloc makes tensors
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing. So
 # does the layer between it and torch, beside oneDNN's own, in each thread.
@@ -83,11 +83,8 @@ def has_expandable_segments() -> bool:
     return _CUDA_SEGMENTS in stated.replace(" ", "")
 
 
-def map_large_blocks(threshold_bytes: int = 2**17, kept_bytes: int = 2**17) -> bool:
-    """Make glibc return each block of at least this size when it is freed; false elsewhere.
-
-    The defaults keep the least memory, for workers that only read. See `trim_malloc`.
-    """
+def map_large_blocks(threshold_bytes: int = _MAPPED_BYTES, kept_bytes: int = _KEPT_BYTES) -> bool:
+    """Make glibc return each block of at least this size when it is freed; false elsewhere."""
     glibc = _glibc()
     settings = {_M_MMAP_THRESHOLD: threshold_bytes, _M_TRIM_THRESHOLD: kept_bytes}
     return glibc is not None and all(glibc.mallopt(*one) for one in settings.items())
@@ -106,8 +103,8 @@ def trim_malloc(threshold_bytes: int = _MAPPED_BYTES, kept_bytes: int = _KEPT_BY
     glibc maps large blocks, and returns them when they are freed. By default the size from which it
     does so rises up to 32 MiB, and smaller blocks are kept. With ragged shapes, free blocks do not
     fit the next tensors: one process took 2.3 times the bytes of its tensors. The price of mapped
-    blocks is page faults. The defaults of the arguments keep a budget and fill it in less processor
-    time than smaller ones (examples/benchmarks/malloc_settings.py). The setting lasts as long as
+    blocks is page faults. With larger values than the defaults, some steps exceed the budget that
+    they were measured under (examples/benchmarks/malloc_settings.py). The setting lasts as long as
     the process.
 
     Large blocks that the calling thread has freed before are taken out of use: they keep their

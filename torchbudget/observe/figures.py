@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from torchbudget.display import new_figure
 from torchbudget.errors import OptionError
 from torchbudget.observe.report import MonitorReport
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
-from torchbudget.plotting import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

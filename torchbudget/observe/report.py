@@ -10,9 +10,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
+from torchbudget.display import aligned
 from torchbudget.errors import OptionError
 from torchbudget.observe.sample import NAMES, MemorySample
-from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 FORMAT: Final = 1

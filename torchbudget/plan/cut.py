@@ -33,7 +33,8 @@ def ascending(keys: npt.NDArray[np.integer[Any]]) -> IntArray:
 
     Keys below 2¹⁶ are sorted by NumPy's radix sort, whose tables pay off unless rows are short.
     Otherwise key and position are sorted as one number: NumPy's vectorised sort is several times as
-    fast as an argsort. The number has 32 bits if they suffice.
+    fast as an argsort. The number has 32 bits if they suffice. Rows of 64 to 262,144 keys took 1/18
+    to 1/1.6 of the time of `np.argsort(keys, axis=1, kind="stable")` in int64.
     """
     length = keys.shape[1]
     bits = max(length - 1, 1).bit_length()
@@ -272,7 +273,8 @@ class TiledWindows(Windows):
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`."""
         # Both ways return the same: in lockstep each call of NumPy is on one sample of each window,
-        # otherwise on all samples of one window.
+        # otherwise on all samples of one window. 64 to 2,048 windows took 1/17 to 1/265 of the time
+        # in lockstep; 1 to 4 windows of 4,096 samples took 1.6 to 2.4 times as long.
         if len(budgets) * self._usual >= LOCKSTEP:
             return [starts[starts < self.length] for starts in self._lockstep(budgets).T]
         return [np.array(self._starts(row, budget)) for row, budget in enumerate(budgets.tolist())]

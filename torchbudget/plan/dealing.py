@@ -18,15 +18,18 @@ _HALVINGS: Final = 12
 # would take gigabytes for 4,096 ranks and lengths up to 100,000.
 _RUNS_AT_ONCE: Final = 2**18
 # Number of budgets that are tried for the micro-batches of the longest samples, from the lowest one
-# with few enough micro-batches to the whole budget. The most even result is used.
+# with few enough micro-batches to the whole budget. The most even result is used. With one budget
+# alone the costliest rank was up to 0.3 % higher above the mean, and batches had up to 3 % more
+# elements; five budgets gained nothing (log-normal and uniform sizes, 2 to 8 ranks, costs with and
+# without attention).
 _HEADS: Final = 3
 # Ranks are even enough if the costliest one is within this factor of the mean.
 _EVEN: Final = 1.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The ranks that share micro-batches.
+class Dealing:
+    """Rules of dealing: the number of ranks that share a window, and what is made even.
 
     Attributes:
         number: number of ranks that share each window.
@@ -48,7 +51,7 @@ class Ranks:
         return self.number * self.multiple
 
 
-def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray:
+def least_rounds(micro_batches: IntArray, length: int, ranks: Dealing) -> IntArray:
     """The number of micro-batches that each rank gets of each window.
 
     Args:
@@ -173,7 +176,9 @@ def level(
     Micro-batches of long samples are coarse: if a step has few of them on each rank, no dealing
     makes the ranks even. So all but the last `ranks` runs are dealt, and the samples after them are
     cut anew into one run for each rank, which fills the rank up to a common level. The lowest level
-    at which all samples have a place is found by bisection.
+    at which all samples have a place is found by bisection. With 8 ranks of two micro-batches each,
+    the costliest rank was 0.5 % above the mean instead of 2.0 % (log-normal sizes, σ = 1.2), and
+    2.4 % instead of 17.8 % if the cost has attention.
 
     Args:
         windows: windows that were cut.

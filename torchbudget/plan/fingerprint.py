@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import CostModel
+from torchbudget.cost.protocol import AdditiveCost, CostModel
 from torchbudget.plan.order import Order
 from torchbudget.plan.rules import BatchRules
 
@@ -72,7 +72,9 @@ def rules_identity(rules: BatchRules, *largest: npt.ArrayLike) -> Plain:
     """
 
     def named(cost: CostModel) -> str:
-        return fingerprint(*(cost_fingerprint(cost, one) for one in largest))
+        # Of samples of one size, a cost of padded batches and a sum may have the same bytes.
+        kind = "summed" if isinstance(cost, AdditiveCost) else "padded"
+        return fingerprint(kind, *(cost_fingerprint(cost, one) for one in largest))
 
     return {
         "cost": named(rules.cost),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import arrange
-from torchbudget.plan.dealing import Ranks, split_to
+from torchbudget.plan.dealing import Dealing, split_to
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, solve, without_last
@@ -39,7 +39,7 @@ class Rounds(NamedTuple):
 def rounds_by_cost(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     key: WindowKey,
     *,
     drop_last: bool,
@@ -73,7 +73,7 @@ def rounds_by_predicate(
     should_add: ShouldAdd,
     samples: Sequence[Any],
     sizes: npt.NDArray[Any] | None,
-    ranks: Ranks,
+    ranks: Dealing,
     key: WindowKey,
     *,
     drop_last: bool,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import Windows
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import arranged_windows, best_strips, solve, work_of_runs
@@ -36,7 +36,7 @@ Sized: TypeAlias = tuple[npt.NDArray[Any], Labels]
 
 
 def with_least_time(
-    rules: BatchRules, windows: Sequence[Sized], ranks: Ranks, strips: int
+    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int
 ) -> tuple[BatchRules, int]:
     """Rules with the cap on time under which windows take the least time, and strips to cut by.
 
@@ -73,7 +73,7 @@ def with_least_time(
 
 
 def _fastest(
-    rules: BatchRules, windows: Sequence[Sized], ranks: Ranks, least_each: int, strips: int
+    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, least_each: int, strips: int
 ) -> tuple[int | None, float]:
     """The cap under which windows take the least time, `None` if none is faster, and what it gains.
 
@@ -112,7 +112,7 @@ def _fastest(
     return (None if top in nearly else max(nearly)), 1 - least / times[top]
 
 
-def _solved_time(rules: BatchRules, windows: Sequence[Sized], ranks: Ranks, strips: int) -> float:
+def _solved_time(rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int) -> float:
     """The time of windows as they are dealt, in the unit of `rules.time`."""
     total = 0.0
     for sizes, labels in windows:

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.fingerprint import Plain, fingerprint, rules_identity
 from torchbudget.plan.groups import NONE, Labels, Members
 from torchbudget.plan.least_time import with_least_time
-from torchbudget.plan.micro_batch import MicroBatch, Span, Window
+from torchbudget.plan.micro_batch import Draw, MicroBatch, Span, Window
 from torchbudget.plan.order import Order
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
@@ -48,7 +48,7 @@ _SURVEY: Final = 4096
 _SURVEYED: Final = 4  # windows in which a cap on time is looked for
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
-_ONE_RANK: Final = Ranks()
+_ONE_RANK: Final = Dealing()
 ALL_DROPPED: Final = (
     "drop_last=True drops all {}: they fill no step, or no micro-batch on each rank, or no group "
     "does; pass drop_last=False"
@@ -56,16 +56,17 @@ ALL_DROPPED: Final = (
 
 
 class Stretch(NamedTuple):
-    """Whole windows, and the last one of a pass or of a group.
+    """Positions of whole windows, and of the last window of a pass or of a group.
 
-    The last one is the incomplete one, joined to the one before if it cannot be split evenly
-    alone. With `drop_last` it is also the one whose last micro-batch may be dropped.
+    The last window has the samples that make no whole one. It is joined to the window before it if
+    it cannot be split evenly over the ranks. With `drop_last` its last micro-batch may be dropped.
 
     Attributes:
-        start: of the first whole window.
-        tail: start of the last window.
-        end: its end.
-        stays: which of its samples stay, shape `(end − tail,)`; `None`: all.
+        start: position of the first whole window.
+        tail: position of the last window.
+        end: position after the last window.
+        stays: true for the samples of the last window that are not dropped, shape
+            `(end − tail,)`; `None`: all stay.
     """
 
     start: int
@@ -84,10 +85,11 @@ class Plan:
         sizes: of all samples.
         rules: what a micro-batch may be.
         order: which sample stands at which position.
-        ranks: that share each window; with `even_sums` a window is an optimizer step, otherwise
+        ranks: how windows are dealt; with `even_sums` a window is an optimizer step, otherwise
             every micro-batch is one.
-        window: samples that are sorted and cut together; `None`: see `default_window`. Of units,
-            about as many: `Plan.window`, the positions in each, are at least the ranks' number.
+        window: number of samples that are sorted and cut together; `None`: see `default_window`.
+            Windows of units have about as many samples. `Plan.window` is the number of positions
+            in each, at least one for every rank.
         drop_last: drop an incomplete last window (if a window is a step), or else the last
             micro-batch that could still have taken a sample.
         batches_per_epoch: micro-batches of an epoch on each rank. The data starts over where it
@@ -102,7 +104,7 @@ class Plan:
         sizes: SizeTable,
         rules: BatchRules,
         order: Order,
-        ranks: Ranks = _ONE_RANK,
+        ranks: Dealing = _ONE_RANK,
         *,
         window: int | None = None,
         drop_last: bool = False,
@@ -130,16 +132,16 @@ class Plan:
             name = "samples_per_step" if ranks.even_sums else "window"
             of = "" if order.units is None else f" units ({self.window_samples} samples)"
             raise OptionError(f"{name} must be at least the {number} ranks, got {window}{of}")
-        # A window that cannot be split evenly has few shapes, or no two samples that fit together.
-        # A multiple of the number of ranks can always be split evenly.
-        free = order.units is None and not rules.shapes
-        pairs = free and bool(rules.alike(sizes.largest) >= 2)
-        self.window = window if ranks.even_sums or pairs else window - window % number
-        self._last_is_even = number == 1 or (pairs and order.labels.groups is None)
+        # Any number of samples can be dealt evenly if every two of them fit together, since
+        # micro-batches can then be split. Otherwise a multiple of the number of ranks can.
+        is_free = order.units is None and not rules.shapes
+        is_even = is_free and bool(rules.alike(sizes.largest) >= 2)
+        self.window = window if ranks.even_sums or is_even else window - window % number
+        self._last_is_even = number == 1 or (is_even and order.labels.groups is None)
         by_unit = order.units is not None and not order.labels.whole
         self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
-        # A pass has one part, or one part for each group.
-        self._parts = order.groups or Members(NONE, np.array([0, len(order)]))
+        # A pass has one section, or one section for each group.
+        self._sections = order.groups or Members(NONE, np.array([0, len(order)]))
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
         several = order.groups is None and order.labels.alike and not ranks.repeats
         several &= rules.packing is None and not rules.shapes
@@ -149,7 +151,8 @@ class Plan:
         if ranks.even_sums or ranks.repeats:  # the samples of a window, or of the pass, are given
             some = self._some_windows()
             self.rules, self.strips = with_least_time(rules, some, ranks, self.strips)
-        self._turns: tuple[tuple[Any, ...], IntArray] | None = None
+        # The window whose rounds `left_of` asked for last, and the round of each of its samples.
+        self._known_rounds: tuple[tuple[Any, ...], IntArray] | None = None
 
     def _some_windows(self) -> list[tuple[npt.NDArray[Any], Labels]]:
         """Sizes and labels of the samples of a few windows of the first epoch."""
@@ -173,7 +176,7 @@ class Plan:
         Args:
             rules: `None`: the same ones.
             window: for another number of ranks, which else have the same; `None`: the default one.
-            ranks: attributes of `Ranks` that change.
+            ranks: attributes of `Dealing` that change.
         """
         return Plan(
             self.sizes,
@@ -206,6 +209,10 @@ class Plan:
         """The micro-batches of one rank, from a cursor to the end of its epoch: see `windows`."""
         return chain.from_iterable(self.windows(cursor, rank=rank))
 
+    def draws(self, cursor: Cursor, *, rank: int) -> Iterator[Draw]:
+        """The same micro-batches, without a record of each: see `Window.draws`."""
+        return chain.from_iterable(map(Window.draws, self.windows(cursor, rank=rank)))
+
     def windows(self, cursor: Cursor, *, rank: int) -> Iterator[Window]:
         """The windows of one rank with their micro-batches, from a cursor to its epoch's end.
 
@@ -217,9 +224,10 @@ class Plan:
         cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
         for span in self.spans(cursor) if left != 0 else ():
-            block, first = span.block, 0
+            block = span.block
+            # This rank's micro-batches; `first` is the place of the window's first one among them.
             starts, stops = block.starts[rank::ranks].tolist(), block.stops[rank::ranks].tolist()
-            batches = len(starts)
+            batches, first = len(starts), 0
             ends_pass = span.cursor.start + len(block.rounds) * span.length >= span.end
             for number, rounds in enumerate(block.rounds.tolist()):
                 to, stop = rounds, first + rounds
@@ -229,21 +237,29 @@ class Plan:
                     left -= to - begun
                     over = not left
                 here = slice(first + begun, first + to)
-                mine = first * ranks + rank, range(begun, to), starts[here], stops[here]
-                yield Window(span, number, *mine, done=done - begun, ends_epoch=over)
+                yield Window(
+                    span=span,
+                    number=number,
+                    first=first * ranks + rank,
+                    rounds=range(begun, to),
+                    starts=starts[here],
+                    stops=stops[here],
+                    done=done - begun,
+                    ends_epoch=over,
+                )
                 if over:
                     return
                 first, done, begun = stop, done + to - begun, 0
 
     def spans(self, cursor: Cursor) -> Iterator[Span]:
-        """The solved windows from a cursor on; the one that the cursor stands in comes whole.
+        """Solve the windows from a cursor to the end of its pass, blocks of windows at a time.
 
-        Those of one pass; with `batches_per_epoch`, of endless passes.
+        The window that the cursor stands in comes whole. With `batches_per_epoch` passes follow
+        each other without an end. Errors are raised before the first window of a pass.
 
         Raises:
-            UnevenRanksError: the rest of the pass cannot be split evenly; before the first
-                span.
-            OptionError: `drop_last` leaves nothing of the pass; before the first span.
+            UnevenRanksError: the rest of the pass cannot be split evenly.
+            OptionError: `drop_last` leaves nothing of the pass.
         """
         yield from self._spans_of_pass(cursor)
         while self.batches_per_epoch is not None:
@@ -251,15 +267,20 @@ class Plan:
             yield from self._spans_of_pass(cursor)
 
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
-        """The windows of a pass. With groups, the next group is drawn by the samples left."""
-        order, (cursor, begun, stretches) = self.order, self._remaining(cursor)
+        """Solve the windows of one pass.
+
+        If windows are of one group each, the group of the next window is drawn in proportion to the
+        samples that are left of each group.
+        """
+        order = self.order
+        cursor, begun, stretches = self._remaining(cursor)
         for stretch in stretches:
             self._check(cursor, stretch)
-        firsts, apart = self._parts.firsts[:-1].tolist(), order.groups is not None
+        firsts, apart = self._sections.firsts[:-1].tolist(), order.groups is not None
         done = [one.start - first for one, first in zip(stretches, firsts, strict=True)]
         ends = [one.end - first for one, first in zip(stretches, firsts, strict=True)]
         key = (order.seed, *cursor.pass_key) if order.shuffle else None
-        turn = self._parts.turn(done, ends, key)
+        turn = self._sections.turn(done, ends, key)
         if begun is not None:
             end = begun.cursor.start + begun.length
             yield replace(begun, end=end if turn is None else _MOST_POSITIONS)
@@ -270,7 +291,7 @@ class Plan:
             number = min(number, (here.tail - at) // self.window)
             length = self.window if number else here.end - here.tail
             done[turn] += max(number, 1) * length
-            turn = self._parts.turn(done, ends, key)
+            turn = self._sections.turn(done, ends, key)
             stop = at + max(number, 1) * length
             end = stop if turn is None else _MOST_POSITIONS
             stays = None if number else here.stays
@@ -278,15 +299,15 @@ class Plan:
             number = min(2 * max(number, 1), self._most_windows)
 
     def _begun(self, cursor: Cursor) -> tuple[Span | None, int]:
-        """The window that a cursor stands in, and where the next one starts.
+        """Solve the window that a cursor stands in; return it, and where the next one starts.
 
-        Too few samples may be left of a window to be dealt to other ranks: then windows after it
-        join it.
+        There is none if the cursor stands between windows. If too few samples are left of the
+        window for the present ranks, the windows after it join it.
         """
         start, stop, left = cursor.start, cursor.stop, cursor.left
         if start == stop or (left is not None and not left.any()):
             return None, stop
-        end = self._end(self._parts.at(start), stop)
+        end = self._end(self._sections.at(start), stop)
         while True:
             if 0 < end - stop < self.ranks.number:
                 stop = end
@@ -307,11 +328,20 @@ class Plan:
         *,
         end: int = 0,
     ) -> Span:
-        """Solve windows: a function of (seed, epoch, position) that all other methods call."""
+        """Solve windows that begin at a position: the only call of `solve` for an epoch.
+
+        Args:
+            cursor: names the pass; and the groups and parts of the window, if it was begun.
+            start: position of the first window.
+            length: positions in each window.
+            windows: number of windows.
+            left: true for the samples of a single window that are left; `None`: all.
+            end: position at which the pass ends.
+        """
         order = self.order
         indices, sizes, left = self._samples(cursor, start, length, windows, left)
         # Windows are numbered over all passes: earlier passes, earlier windows of this one, these.
-        each, done = self._parts.counts, np.array(cursor.groups or [start])
+        each, done = self._sections.counts, np.array(cursor.groups or [start])
         whole, before = (int((-(-positions // self.window)).sum()) for positions in (each, done))
         numbers = (cursor.first + cursor.number) * whole + before + np.arange(windows)
         places = start + np.arange(windows) * length
@@ -324,27 +354,30 @@ class Plan:
 
     # ------------------------------------------------------------------ positions of windows
 
-    def _end(self, part: int, start: int) -> int:
-        """The end of a pass's part that continues at `start`, without a step that is dropped."""
-        end = int(self._parts.firsts[part + 1])
+    def _end(self, section: int, start: int) -> int:
+        """The end of the pass, or of a group, that continues at `start`.
+
+        With `drop_last` an incomplete optimizer step at the end does not count.
+        """
+        end = int(self._sections.firsts[section + 1])
         if self.drop_last and self.ranks.even_sums:
             end -= (end - start) % self.window
         return end
 
     def _remaining(self, cursor: Cursor) -> tuple[Cursor, Span | None, list[Stretch]]:
-        """The cursor as this plan deals it, its window, and the windows after that.
+        """The cursor under this plan, the window that it stands in, and stretches of later windows.
 
-        The windows after it come in turn, or are those of each group.
+        There is one stretch for each group, or a single one.
         """
-        parts, cursor = self._parts, cursor.dealt_by(self)
+        sections, cursor = self._sections, cursor.dealt_by(self)
         begun, start = self._begun(cursor)
-        starts = parts.firsts[:-1] + (0 if cursor.groups is None else np.array(cursor.groups))
+        starts = sections.firsts[:-1] + (0 if cursor.groups is None else np.array(cursor.groups))
         if self.order.groups is None:
             starts[0] = start
         elif cursor.start < cursor.stop:
-            starts[parts.at(cursor.start)] = start
+            starts[sections.at(cursor.start)] = start
         begins = enumerate(starts.tolist())
-        stretches = [self._stretch(cursor, at, self._end(part, at)) for part, at in begins]
+        stretches = [self._stretch(cursor, at, self._end(section, at)) for section, at in begins]
         fresh = not cursor.stop and cursor.groups is None
         if fresh and not any(one.end > one.start for one in stretches):
             raise OptionError(ALL_DROPPED.format(f"{self.order.samples} samples of the epoch"))
@@ -358,22 +391,22 @@ class Plan:
         self._count(cursor, unsure)
 
     def _stretch(self, cursor: Cursor, start: int, end: int) -> Stretch:
-        """Windows from a position to the end of a pass, or of a group; see `Stretch`."""
+        """The stretch from a position to the end of the pass, or of a group."""
         rest = (end - start) % self.window
         if not rest and (start == end or not self.drop_last or self.ranks.even_sums):
             return Stretch(start, end, end, None)
         tail = end - (rest or self.window)
-        found = self._ended(cursor, start, tail, end)
+        found = self._with_tail(cursor, start, tail, end)
         if tail - self.window < start:
             return found
         with suppress(UnevenRanksError):
             self._check(cursor, found._replace(start=found.tail))
             if end - tail >= self.ranks.number:  # fewer join a window that was begun, too
                 return found
-        return self._ended(cursor, start, tail - self.window, end)
+        return self._with_tail(cursor, start, tail - self.window, end)
 
-    def _ended(self, cursor: Cursor, start: int, tail: int, end: int) -> Stretch:
-        """A stretch with this last window, less the samples that are dropped."""
+    def _with_tail(self, cursor: Cursor, start: int, tail: int, end: int) -> Stretch:
+        """The stretch whose last window begins at `tail`, without the samples that are dropped."""
         if not self.drop_last or self.ranks.even_sums:
             return Stretch(start, tail, end, None)
         sizes = self._sizes_at(self.order.indices(cursor.pass_key, tail, end))
@@ -385,12 +418,13 @@ class Plan:
     def _samples(
         self, cursor: Cursor, start: int, length: int, windows: int, left: BoolArray | None
     ) -> tuple[IntArray, npt.NDArray[Any], BoolArray | None]:
-        """The indices of windows' samples, their sizes, `(windows, S)` or with `d`, and `left`.
+        """The indices of the samples of windows, their sizes, and `left`.
 
-        All samples are left of the positions that joined a window.
+        Sizes have the shape `(windows, S)` or `(windows, S, d)`. If positions have joined the
+        window since `left` was made, it gets longer: all of their samples are left.
 
         Raises:
-            UnevenRanksError: there are fewer than ranks.
+            UnevenRanksError: there are fewer samples than ranks.
         """
         indices = self.order.indices(cursor.pass_key, start, start + windows * length)
         if left is not None:
@@ -401,7 +435,7 @@ class Plan:
             indices = np.resize(indices, -(-len(indices) // number) * number)
         if len(indices) < number:
             again = "start the next epoch"
-            if self._parts.counts[self._parts.at(start)] < number:  # it would be the same
+            if self._sections.counts[self._sections.at(start)] < number:  # it would be the same
                 again = "add samples (merge small groups, or drop them by drop_last=True)"
             raise UnevenRanksError(
                 f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for {number} "
@@ -420,21 +454,21 @@ class Plan:
     # ------------------------------------------------------------------ samples and rounds left
 
     def left_of(self, cursor: Cursor) -> BoolArray | None:
-        """Positions of the cursor's window that no batch has used yet.
+        """The samples of the cursor's window that no batch has used yet; the cursor is this plan's.
 
-        The cursor must be this plan's. Shape `(samples of the window,)`; `None`: all. O(the
-        window's samples · log), once for a window.
+        Shape `(samples of the window,)`; `None`: all. The first call for a window solves it again,
+        O(its samples · log); later calls compare its rounds.
         """
         if not cursor.rounds:
             return cursor.left
         key = cursor.pass_key, cursor.start, cursor.stop, cursor.left
-        turns = self._turns  # read once: another thread may stand in another window
-        if turns is None or turns[0][:3] != key[:3] or turns[0][3] is not cursor.left:
-            turns = self._turns = key, self._rounds_of(cursor)
-        return turns[1] >= cursor.rounds
+        known = self._known_rounds  # read once: another thread may stand in another window
+        if known is None or known[0][:3] != key[:3] or known[0][3] is not cursor.left:
+            known = self._known_rounds = key, self._rounds_of(cursor)
+        return known[1] >= cursor.rounds
 
     def _rounds_of(self, cursor: Cursor) -> IntArray:
-        """The round of each position of a window; −1 for a position in no round."""
+        """The round of each sample of a window; −1 for samples that earlier plans have dealt."""
         length = cursor.stop - cursor.start
         block = self._span(cursor, cursor.start, length, 1, cursor.left).block
         rounds = np.empty(len(block.samples), np.int64)
@@ -470,16 +504,16 @@ class Plan:
         return replace(cursor, epoch=cursor.epoch + 1, done=0)
 
     def windows_left(self, cursor: Cursor) -> int:
-        """Windows from a cursor to the end of its pass: optimizer steps, if a window is one."""
+        """Count the windows from a cursor to the end of its pass: steps, if a window is one."""
         _, begun, stretches = self._remaining(cursor)
         whole = sum((one.tail - one.start) // self.window for one in stretches)
         return (begun is not None) + whole + sum(one.end > one.tail for one in stretches)
 
     def _count(self, cursor: Cursor, stretch: Stretch) -> int:
-        """Micro-batches on each rank that windows need.
+        """Count the micro-batches on each rank in the windows of a stretch.
 
         Raises:
-            UnevenRanksError: a window cannot be split evenly; its group is named.
+            UnevenRanksError: a window cannot be split evenly; the message names its group.
         """
         start, tail, end, stays = stretch
         block = self._most_windows * self.window
@@ -489,7 +523,7 @@ class Plan:
                 windows = (min(tail, at + block) - at) // self.window
                 needed += self._needed(cursor, at, self.window, windows)
         except UnevenRanksError as error:
-            name = self.order.names[self._parts.at(start)]
+            name = self.order.names[self._sections.at(start)]
             group = "" if self.order.groups is None else f"group {name!r}: "
             raise UnevenRanksError(f"{group}{error}") from None
         return needed
@@ -502,7 +536,7 @@ class Plan:
         windows: int = 1,
         left: BoolArray | None = None,
     ) -> int:
-        """Micro-batches that each rank needs of windows."""
+        """Count the micro-batches on each rank in windows; the arguments are those of `_span`."""
         if not length:
             return 0
         indices, sizes, _ = self._samples(cursor, start, length, windows, left)

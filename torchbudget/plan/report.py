@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchbudget.plan.dealing import Ranks
+from torchbudget.display import aligned
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.order import Order
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import Block, over_runs
-from torchbudget.tables import aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def plan_report(
     blocks: Iterable[Block],
     sizes: SizeTable,
     rules: BatchRules,
-    ranks: Ranks,
+    ranks: Dealing,
     order: Order,
 ) -> PlanReport:
     """Sum up the micro-batches of an epoch block by block, in constant memory; O(samples).

@@ -18,7 +18,7 @@ from torchbudget.checks import is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, jumps
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.pack import grouped_by
 from torchbudget.plan.rules import BatchRules
@@ -102,7 +102,7 @@ class RoundWindow(SortedWindows):
     """
 
     def __init__(
-        self, sizes: npt.NDArray[Any], rules: BatchRules, ranks: Ranks, labels: Labels
+        self, sizes: npt.NDArray[Any], rules: BatchRules, ranks: Dealing, labels: Labels
     ) -> None:
         super().__init__(sizes, rules, labels)
         self._ranks = ranks.number

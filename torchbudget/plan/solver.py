@@ -3,6 +3,31 @@
 Each window is arranged so that neighbours are alike, cut into runs that fit the budget, evened out
 over the ranks, dealt to them, and its rounds are shuffled. Nothing is carried from one window to
 the next: the solution is a function of the rules, the window's sizes, the ranks and its key.
+
+How a window is cut (`_arranged`):
+
+| samples              | class           | why                                                     |
+|----------------------|-----------------|---------------------------------------------------------|
+| padded, one axis     | `SortedWindows` | sorted, so that a run's first sample decides its length |
+| padded, several axes | `TiledWindows`  | the maximum on each axis is searched over the run       |
+| padded to few shapes | `RoundWindow`   | a round is one run, so that all ranks have one shape    |
+| packed               | `PackedWindow`  | a sum counts, not an order: samples fill bins           |
+
+How it is dealt to several ranks (`solve`):
+
+| window                         | function       | why                                            |
+|--------------------------------|----------------|------------------------------------------------|
+| packed, without groups;        | `_dealt_first` | samples are dealt, and each rank's are cut:    |
+| or units that stay on one rank |                | sums of samples are more even than sums of     |
+|                                |                | micro-batches, and a unit has one rank         |
+| all others                     | `_cut_first`   | micro-batches of a round are neighbours in the |
+|                                |                | cut, so that ranks do alike work               |
+| one step, one axis, no labels  | and `level`    | few long micro-batches cannot be dealt evenly: |
+|                                |                | short samples fill the ranks up                |
+| one axis, with `time`, if   | and a          | alike micro-batches pad more, but ranks wait   |
+| ranks wait every round         | `RoundWindow`  | less: the faster of both is taken              |
+| begun under another plan       | `_in_parts`    | a state has a second bit only for samples of   |
+|                                |                | the part that was begun                        |
 """
 
 from __future__ import annotations
@@ -21,7 +46,7 @@ from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
-    Ranks,
+    Dealing,
     deal_rounds,
     least_rounds,
     level,
@@ -45,16 +70,16 @@ from torchbudget.units import MAX_BYTES
 
 # Samples of a window that decide how its axes are cut into strips.
 SURVEY: Final = 512
-_ONE_RANK: Final = Ranks()
+_ONE_RANK: Final = Dealing()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowKey:
-    """The key of the order of windows' micro-batches, and of their ranks.
+    """The key by which the rounds of windows are shuffled, and ranks take turns.
 
     Attributes:
         seed: of all randomness.
-        path: tells windows at one place apart, such as the epoch and the pass.
+        path: numbers that tell windows at the same place apart, such as the epoch and the pass.
         places: the position of each window's first sample, shape `(windows,)`.
         numbers: the number of each window, counted over passes, shape `(windows,)`.
         shuffle: put the rounds of a window in random order; otherwise the longest samples (for
@@ -68,10 +93,13 @@ class WindowKey:
     shuffle: bool
 
     def shuffled(self, rounds: IntArray) -> IntArray:
-        """The order of all windows' rounds, each window's shuffled, shape `(rounds.sum(),)`.
+        """The order of the rounds of all windows, shuffled within each window.
 
         Args:
-            rounds: of each window, shape `(windows,)`.
+            rounds: number of rounds in each window, shape `(windows,)`.
+
+        Returns:
+            Numbers of rounds, shape `(rounds.sum(),)`.
         """
         first = np.repeat(self.places - (np.cumsum(rounds) - rounds), rounds)
         numbers = first + np.arange(len(first))
@@ -89,7 +117,7 @@ class WindowKey:
 
         Args:
             places: numbers of the micro-batches at each place, shape `(rounds, ranks)`.
-            rounds: of each window, shape `(windows,)`.
+            rounds: number of rounds in each window, shape `(windows,)`.
         """
         ranks = places.shape[1]
         offset = int(random_words(self.seed, Stream.TURNS, count=1)[0] % np.uint64(ranks))
@@ -158,9 +186,14 @@ def over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> n
 def run_costs(
     sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules, model: CostModel
 ) -> IntArray:
-    """The cost of runs of samples that tile `sizes`, by `rules.cost` or `rules.work`.
+    """The cost of runs of samples that tile `sizes`, shape `(runs,)`.
 
-    Shape `(runs,)`.
+    Args:
+        sizes: sizes of the samples before rounding, shape `(S,)` or `(S, d)`.
+        starts: first sample of each run, shape `(runs,)`.
+        stops: end of each run, shape `(runs,)`.
+        rules: rules of a micro-batch.
+        model: `rules.cost` or `rules.work`.
     """
     if rules.packing is not None and isinstance(model, AdditiveCost):
         return summed_costs(rules.padded(sizes), starts, model)
@@ -181,9 +214,9 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
 
     With a cap on their time, the number that takes the least time.
 
-    From 1, which sorts by the last axis alone, to as many as there are samples, which sorts by the
-    first one alone: if one axis decides the cost, an end is best. If several do, the middle
-    is.
+    One strip sorts by the last axis alone; as many strips as samples sort by the first axis alone.
+    If a single axis decides the cost, one of these is best. If several axes do, numbers between
+    are.
 
     Args:
         sizes: of a window's samples, shape `(S,)` or `(S, d)`.
@@ -225,7 +258,7 @@ def arranged_windows(
     rules: BatchRules,
     strips: int | None,
     labels: Labels,
-    ranks: Ranks = _ONE_RANK,
+    ranks: Dealing = _ONE_RANK,
 ) -> Windows:
     """Arrange windows to be cut; the arguments are those of `solve`.
 
@@ -253,7 +286,7 @@ def arranged_windows(
 def rounds_needed(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     *,
     strips: int | None = None,
     labels: Labels = NO_LABELS,
@@ -261,8 +294,9 @@ def rounds_needed(
     """Micro-batches that each rank needs of windows; the arguments are those of `solve`.
 
     Returns:
-        What `Block.rounds` will be, shape `(windows,)`. Takes a part of the time, since the windows
-        are cut once, and are not dealt, unless they are packed, have units, or are cut by rounds.
+        `Block.rounds` of the solution, shape `(windows,)`. It takes a part of the time of `solve`,
+        since most windows are cut once and not dealt. Windows that are packed, have units or may be
+        cut by rounds are solved.
 
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
@@ -277,7 +311,7 @@ def rounds_needed(
 def _rounds_needed(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     strips: int | None,
     labels: Labels,
 ) -> IntArray:
@@ -292,15 +326,15 @@ def _rounds_needed(
 def _cut_into(
     windows: Windows, cuts: list[IntArray], target: IntArray
 ) -> tuple[list[IntArray], IntArray]:
-    """Cut windows into numbers of runs that are as alike as can be.
+    """Cut windows into more runs, which are as alike as can be.
 
     Args:
-        windows: were cut under the whole budget.
-        cuts: these cuts.
-        target: numbers of runs, at least as many, shape `(windows,)`.
+        windows: windows that were cut under the whole budget.
+        cuts: starts of the runs of these cuts.
+        target: number of runs for each window, at least as many as it has, shape `(windows,)`.
 
     Returns:
-        The cuts, and the budgets that padded windows were cut under.
+        The starts of the runs, and the lowered budgets that padded windows were cut under.
     """
     rules, length = windows.rules, windows.length
     cap = rules.lowered
@@ -319,7 +353,7 @@ def _cut_into(
 
 
 def _dealt_first(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, strips: int | None, labels: Labels
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, strips: int | None, labels: Labels
 ) -> Block | None:
     """Give units of even work to the ranks, and cut each rank's samples by themselves.
 
@@ -331,11 +365,11 @@ def _dealt_first(
         labels: see `solve`; without units, each sample is one.
 
     Returns:
-        The micro-batches, in each round the next costliest of every rank; `None` where a rank has
-        too few samples for as many as another one needs, and they may be dealt otherwise.
+        The micro-batches; round k has the k-th costliest one of every rank. `None` if a rank has
+        fewer samples than another rank needs micro-batches.
 
     Raises:
-        UnevenRanksError: they may not, as units stay on one rank.
+        UnevenRanksError: the same, but the samples of units cannot be dealt otherwise.
     """
     every, number = np.arange(sizes.shape[1]), ranks.number
     units = every if labels.units is None else labels.units
@@ -381,7 +415,10 @@ def _dealt_first(
 
 
 def _in_rounds(window: Windows, rounds: int) -> IntArray:
-    """The starts of `rounds` runs; of more or fewer, if it needs more or has too few samples."""
+    """The starts of `rounds` runs of a rank's samples.
+
+    There are more runs if the budget needs more, and fewer if there are too few samples.
+    """
     starts = window.even(rounds) if isinstance(window, PackedWindow) else None
     if starts is None:
         starts = window.cut(np.array([window.rules.lowered.amount]))[0]
@@ -390,8 +427,8 @@ def _in_rounds(window: Windows, rounds: int) -> IntArray:
     return starts
 
 
-def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
-    """Cut windows, and give their micro-batches to the ranks, the costliest round first."""
+def _cut_first(arranged: Windows, ranks: Dealing) -> Block:
+    """Cut windows into a multiple of the ranks' number, and deal the costliest round first."""
     rules, windows, length = arranged.rules, len(arranged.sizes), arranged.length
     by_rounds = isinstance(arranged, RoundWindow)
     budgets = np.full(windows, rules.lowered.amount)
@@ -421,7 +458,7 @@ def _cut_first(arranged: Windows, ranks: Ranks) -> Block:
 def solve(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks = _ONE_RANK,
+    ranks: Dealing = _ONE_RANK,
     key: WindowKey | None = None,
     *,
     strips: int | None = None,
@@ -439,10 +476,12 @@ def solve(
             costliest) first, and ranks are not rotated.
         strips: of several axes, see `arrange`; `None`: the best ones for the first window.
         labels: of the samples of a single window.
-        parts: a single window is solved in so many, one after the other, if each can be dealt.
+        parts: number of parts in which a single window is solved, one after the other, if each
+            part can be dealt.
 
     Returns:
-        The micro-batches; none over the budget but those of one sample (or unit) that alone is.
+        The micro-batches. Only a sample (or unit) that exceeds the budget alone has a micro-batch
+        over the budget.
 
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
@@ -457,7 +496,7 @@ def solve(
 def _solved(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     key: WindowKey | None,
     strips: int | None,
     labels: Labels,
@@ -492,7 +531,18 @@ def _solved(
 def _in_parts(
     part: Callable[..., Block], sizes: npt.NDArray[Any], labels: Labels, number: int, parts: int
 ) -> Block:
-    """Solve one window part by part, in the order of its samples, for a number of ranks."""
+    """Solve one window part by part, in the order of its samples.
+
+    Only the samples of the part that was begun need a second bit in a state: in a step of 131,072
+    samples, a state after a change of the ranks has 21 KB; it has 31 KB if solved as a whole.
+
+    Args:
+        part: solves some of the samples, given their `sizes` and `labels`.
+        sizes: sizes of the window, shape `(1, S)` or `(1, S, d)`.
+        labels: labels of its samples.
+        number: number of ranks.
+        parts: the most parts.
+    """
     every = np.arange(sizes.shape[1])
     items = every if labels.units is None else labels.units
     firsts = np.flatnonzero(np.diff(items, prepend=-1))
@@ -508,7 +558,7 @@ def _in_parts(
 
 
 def _may_cut_rounds(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, labels: Labels
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, labels: Labels
 ) -> bool:
     """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
 
@@ -519,14 +569,21 @@ def _may_cut_rounds(
     return waits and rules.packing is None and sizes.ndim == 2 and labels.alike and not rules.shapes
 
 
-def _waited(block: Block, rules: BatchRules, ranks: Ranks) -> int:
-    """The work of the costliest rank in every round, summed."""
+def _waited(block: Block, rules: BatchRules, ranks: Dealing) -> int:
+    """The sum over rounds of the costliest rank's work: the time of ranks that wait each round."""
     work = block.costs(rules, rules.work).reshape(-1, ranks.number)
     return int(work.max(axis=1).sum())
 
 
-def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
-    """Numbers of micro-batches by round and rank, window after window, shape `(rounds, ranks)`."""
+def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Dealing) -> IntArray:
+    """Deal the micro-batches of each window: their numbers, shape `(rounds, ranks)`.
+
+    Args:
+        work: work of each micro-batch, window after window, shape `(micro-batches,)`.
+        samples: number of samples in each, shape `(micro-batches,)`.
+        counts: number of micro-batches in each window, shape `(windows,)`.
+        ranks: ranks that share the windows.
+    """
     real = np.arange(counts.max()) < counts[:, None]
     costs = np.full(real.shape, -1)
     costs[real] = work
@@ -564,15 +621,15 @@ def default_window(ranks: int, *, positions: float = math.inf, micro_batches: fl
 def without_last(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
-    ranks: Ranks,
+    ranks: Dealing,
     *,
     strips: int | None = None,
     labels: Labels = NO_LABELS,
 ) -> npt.NDArray[np.bool_]:
     """Choose the samples that stay when the micro-batch that could still have taken one is dropped.
 
-    Where only some numbers of samples can be dealt to the ranks evenly, the last samples in the
-    order of the cut are dropped too, until a multiple of the ranks' number stays.
+    If only some numbers of samples can be dealt evenly, the last samples in the order of the cut
+    are dropped too, until a multiple of the ranks' number stays.
 
     Args:
         rules: of a micro-batch.

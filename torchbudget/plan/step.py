@@ -14,7 +14,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, called_as
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.plan.check_cost import check_cost
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.least_time import with_least_time
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
@@ -144,7 +144,7 @@ def plan_step(
         max_shapes=max_shapes,
     )
     check_cost(rules, table.values, table.largest)
-    ranks = Ranks(
+    ranks = Dealing(
         number=at_least_one("num_replicas", num_replicas),
         even_sums=True,
         multiple=at_least_one("micro_batches_multiple", micro_batches_multiple),

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from torchbudget.display import counting
 from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import peak_memory
-from torchbudget.progress import counting
 from torchbudget.protocols import (
     BatchMonitor,
     IndexSource,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -15,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.data import DataLoader
 
 from torchbudget.cost.protocol import IntArray
+from torchbudget.display import counting
 from torchbudget.distributed import Ranks
-from torchbudget.errors import OptionError
-from torchbudget.files import PieceFolder
-from torchbudget.progress import counting
+from torchbudget.errors import OptionError, StateMismatchError
+from torchbudget.files import make_folder, write_whole
 from torchbudget.protocols import HasNumSamples, IndexSource
 from torchbudget.train.batches import masked_rows, moved
 from torchbudget.train.loop import evaluation_mode, index_source_of, modules_of
@@ -222,6 +225,66 @@ class _Results:
         for index in np.flatnonzero(~self._came).tolist():
             raise OptionError(f"index {index} has no output: {_OTHER_PLANS}")
         return self._rows
+
+
+class PieceFolder:
+    """Objects in a folder that all ranks see, in numbered pieces; a piece counts on all ranks.
+
+    Files are pickled: open no folder that others may write to.
+
+    Args:
+        folder: is made where it does not exist.
+        key: describes the work that the pieces are of.
+        ranks: all of them make one.
+
+    Raises:
+        StateMismatchError: the pieces in the folder have another key.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, str], ranks: Ranks) -> None:
+        self._folder, self._key, self._ranks = folder, dict(key), ranks
+        ranks.each(lambda: make_folder(folder))
+        self._names = ranks.each(lambda: [] if ranks.rank else self._begin())[0]
+        self._number = len({name.split("-")[0] for name in self._names})
+
+    def _begin(self) -> list[str]:
+        """Check the key, remove pieces that a rank lacks and return the names of the others."""
+        path = self._folder / "key.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            if differing := [name for name, one in self._key.items() if found.get(name) != one]:
+                raise StateMismatchError(
+                    f"{self._folder} belongs to another {', '.join(differing)}: {differing[0]} is "
+                    f"{self._key[differing[0]]!r}, was {found.get(differing[0])!r}; give another "
+                    "folder, or remove this one"
+                )
+        else:
+            text = json.dumps(self._key)
+            write_whole(path, lambda file: file.write(text.encode()))
+        files = sorted(self._folder.glob("*-of-*.piece"))
+        whole: list[str] = []
+        for number, (_, group) in enumerate(groupby(files, lambda one: one.name.split("-")[0])):
+            names = [one.name for one in group]
+            first = f"{number:06}-{names[0].split('-')[1]}-of-{len(names)}.piece"
+            if names[0] != first:
+                break
+            whole += names
+        for one in files[len(whole) :]:
+            one.unlink()
+        return whole
+
+    def add(self, piece: object) -> None:
+        """Write this rank's part of the next piece."""
+        number, ranks = f"{self._number:06}", self._ranks
+        names = [f"{number}-{rank}-of-{len(ranks)}.piece" for rank in range(len(ranks))]
+        write_whole(self._folder / names[ranks.rank], lambda file: pickle.dump(piece, file))
+        self._names += names
+        self._number += 1
+
+    def pieces(self) -> Iterator[Any]:
+        """Read the parts of all ranks, the last piece first; once all ranks have written theirs."""
+        for name in reversed(self._names):
+            yield pickle.loads((self._folder / name).read_bytes())  # noqa: S301
 
 
 def _rows(outputs: Any) -> list[Any]:

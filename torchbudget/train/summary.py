@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.display import aligned
 from torchbudget.dtensors import local_part, plain_parts
-from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 

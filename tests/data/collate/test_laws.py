@@ -11,7 +11,6 @@ from operator import getitem
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from tests.support.batches import Pair, tensors_of
 from tests.support.batches import same as bitwise
 from torchbudget import PackCollate, PadCollate
-from torchbudget.errors import CollateError
 
 # ---------------------------------------------------------------------- samples, and naive loops
 
@@ -187,14 +185,6 @@ def test_packed_fields_are_concatenated_and_numbers_stacked(drawn: Samples) -> N
     check_same_samples(drawn, batch.samples())
 
 
-@given(batches_of_samples(same_trailing=True, texts=False))
-def test_padded_and_packed_turn_into_each_other(drawn: Samples) -> None:
-    padded, packed = pad(drawn)(drawn.samples), pack(drawn)(drawn.samples)
-    for path in (field.path for field in drawn.fields):
-        assert bitwise(at(pad(drawn)(packed.samples()).data, path), at(padded.data, path))
-        assert bitwise(at(pack(drawn)(padded.samples()).data, path), at(packed.data, path))
-
-
 @given(
     batches_of_samples(texts=False),
     sides,
@@ -289,9 +279,3 @@ def test_batches_pickle_move_and_map(drawn: Samples, packed: bool) -> None:
         if tensors_of(batch):
             assert bitwise(moved.lengths, batch.lengths)
     assert {t.device.type for t in tensors_of(batch.to("meta"))} <= {"meta"}
-    if isinstance(batch.data, (dict, tuple)):
-        rebuilt: Any = type(batch)(batch.data)
-        assert rebuilt.nbytes == batch.nbytes
-        assert rebuilt.sample_shapes() == []
-        with pytest.raises(CollateError, match=r"rebuilt it from its fields.*batch\.to\(\)"):
-            rebuilt.split(1)

@@ -118,9 +118,29 @@ def test_what_a_state_cannot_say_is_refused() -> None:
             next(iter(other))
     changed = under("less")
     changed.load_state_dict(state)
-    changed._source.data.sizes[20] += 1
+    changed._options.source.data.sizes[20] += 1
     with pytest.raises(StateMismatchError, match="window at item 0 has other sizes"):
         next(iter(changed))
+
+
+def test_another_group_is_no_other_cost() -> None:
+    """It cuts other samples in the same places, which must not go on unseen."""
+
+    def length(sample: Any) -> int:
+        return sample[1]
+
+    def stream(group: Any = None) -> BudgetedIterableDataset:
+        samples = [(number, 5) for number in range(96)]
+        options: Any = {"size": length, "collate_fn": same, "window": 48, "max_batch_size": 4}
+        return BudgetedIterableDataset([samples], TOKENS, 100, group=group, **options)
+
+    parity, halves = (lambda sample: sample[0] % 2), (lambda sample: sample[0] % 48 < 24)
+    for before, after in ((None, parity), (parity, None), (parity, halves)):
+        running, other = stream(before), stream(after)
+        list(islice(running, 3))
+        other.load_state_dict(as_json(running.state_dict()))
+        with pytest.raises(StateMismatchError, match="other sizes or cuts"):
+            next(iter(other))
 
 
 # ---------------------------------------------------------------------- look-aheads on ranks

@@ -200,7 +200,7 @@ class Holder:
 @pytest.mark.parametrize("options", [{}, {"look_ahead": 3000}, {"look_ahead": 1}, {"window": 3}])
 def test_an_iterator_is_not_begun_again_at_each_read(source: Any, options: Any) -> None:
     stream = BudgetedIterableDataset(source(), TOKENS, 60, size=len, collate_fn=list, **options)
-    times = 2 if isinstance(stream._source.data, list) else 1
+    times = 2 if isinstance(stream._options.source.data, list) else 1
     for _ in range(2):
         found = Counter(sample[0] for batch in stream for sample in batch)
         assert found == dict.fromkeys(range(10), times)

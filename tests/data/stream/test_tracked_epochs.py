@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.support.streams import (
     tracked_loop,
     workers_of,
 )
-from torchbudget.errors import StateMismatchError
+from torchbudget.errors import StateError, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -35,8 +34,7 @@ def epochs_of(
 @pytest.mark.parametrize(
     ("workers", "tracked", "persistent"),
     [
-        (0, False, False), (0, True, False), (2, False, True), (2, False, False), (2, True, True),
-        (2, True, False),
+        (0, False, False), (0, True, False), (2, False, True), (2, True, True), (2, True, False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["iterable", "shards", "map"])
@@ -77,17 +75,30 @@ def test_epochs_of_a_number_of_batches_go_on_from_any_batch(done: int, persisten
         assert sorted(found) == sorted(expected) if persistent else found == expected
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_other_workers_go_on_only_where_they_can(workers: int) -> None:
-    """Where one process has read all of the source alone; else another number is refused."""
+@pytest.mark.parametrize("chosen", [False, True])
+def test_what_workers_have_ended_is_not_guessed(chosen: bool) -> None:
+    """Nobody tracked their loop: the next one, which cannot go on there, is refused."""
     stream = make(batches_per_epoch=12)
+    first = list(loader_of(stream, 2))
+    for workers in (0, 2):
+        if chosen:
+            stream.set_epoch(1)  # the next one anyway
+        with pytest.raises(StateError, match=r"epoch 1 of batches_per_epoch=12 .*\.tracked"):
+            list(loader_of(stream, workers))
+    stream.set_epoch(5)
+    assert list(loader_of(stream, 2)) != first
+    stream.set_epoch(0)
+    assert list(loader_of(stream, 2)) == first
+
+
+def test_other_workers_go_on_only_where_they_can() -> None:
+    """Where one process has read all of the source alone; else another number is refused."""
     [whole] = epochs_of(make(batches_per_epoch=24), 0, 1, tracked=False)
-    found = list(loader_of(stream, workers))
-    if workers == 3:
-        with pytest.raises(StateMismatchError, match="num_workers=3"):
-            list(loader_of(stream, 2))
-    else:
-        assert found + list(loader_of(copy.deepcopy(stream), 0)) == whole
+    stream = make(batches_per_epoch=12)
+    assert [*tracked_loop(stream, 1), *tracked_loop(stream, 0)] == whole
+    list(tracked_loop(stream := make(batches_per_epoch=12), 3))
+    with pytest.raises(StateMismatchError, match="num_workers=3"):
+        list(tracked_loop(stream, 2))
 
 
 def test_fewer_batches_are_left_than_workers() -> None:

@@ -152,9 +152,9 @@ def test_a_state_of_many_workers_is_small() -> None:
     for slot in slots:
         reader = iter(OneProcess(stream, slot))
         list(islice(reader, 11))
-        cursors.append(reader.standing.cursor)
+        cursors.append(reader.cursor)
         assert cursors[-1].rounds
-    dealing = stream._dealing(slots[0])
+    dealing = stream._options.dealing(slots[0])
     plain = StreamState(cursors=cursors, dealing=dealing, turn=3).to_plain(seeks=False)
     assert len(json.dumps(plain)) <= 700 + 32 * (100 + 32 // 8)
     found = StreamState.of_plain(json.loads(json.dumps(plain)))

@@ -104,6 +104,7 @@ settings = {
     "stateful": lambda *cell: run(*cell, StatefulDataLoader, **STATEFUL),
     "by itself": by_itself,
     "by itself, stateful": lambda *cell: by_itself(*cell, **STATEFUL),
+    "by itself, read by each": lambda *cell: by_itself(*cell, dispatch_batches=False),
 }
 write_cells(settings)
 check_refusals()  # the last: Accelerate's state is the process's

@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun does
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
@@ -257,6 +258,22 @@ def resumed_without_the_mixin(source: str, workers: int) -> Any:
     return raised.typename, str(raised.value)
 
 
+def of_fabric(source: str, workers: int) -> Any:
+    """A tracked loop names Fabric's wrapper; the `DataLoader` inside is iterated in its place."""
+    fabric = Fabric(accelerator="cpu", devices=ranks)
+    fabric.launch()
+    loader = loader_of(source, workers)
+    dealt: Any = loader.dataset if source == "stream" else loader.batch_sampler
+    wrapper = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+    with pytest.raises(OptionError, match="such as Fabric's, pass the DataLoader"):
+        dealt.tracked(wrapper)
+    return {
+        "whole": [
+            [ids(fabric.to_device(batch)) for batch in dealt.tracked(loader)] for _ in range(EPOCHS)
+        ]
+    }
+
+
 def check_refused(error: type[Exception], text: str, data: Any, **options: Any) -> None:
     with pytest.raises(error, match=text):
         fit(data, **options)
@@ -308,5 +325,6 @@ settings = {
     "by itself": lambda *cell: by_itself(*cell, **BY_ITSELF),
     "by itself, use_distributed_sampler": by_itself,
     "without": resumed_without_the_mixin,
+    "Fabric": of_fabric,
 }
 write_cells(settings)

@@ -28,11 +28,13 @@ from tests.support.costs import measured
 from tests.support.provocations import collected
 from tests.support.rank_scripts import error_of, join
 from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
+from tests.support.steps import step_of
 from tests.support.streams import make
 from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudget,
     MemoryBudgetBatchSampler,
+    PackedCost,
     PaddedCost,
     agree,
     loader,
@@ -152,6 +154,10 @@ def compare() -> dict[str, Any]:
         "stream, crops": lambda: tracked(streamed(transforms=[Crops()]), workers=1),
         "stream, 1 and 2 workers": lambda: tracked(streamed(), workers=1 + rank),
         "stream, 1 and 2 workers of shards": lambda: tracked(streamed(shards), workers=1 + rank),
+        "stream, 1 and 2 workers of parts": lambda: tracked(
+            streamed(part, uneven=True), workers=1 + rank
+        ),
+        "packed and padded": lambda: planned(cost=[PackedCost, PaddedCost][rank](unit_bytes=1)),
         "stream, the host's look-ahead": lambda: tracked(streamed(budget=roomy), workers=1 + rank),
         "stream, parts of a look-ahead": lambda: tracked(streamed(**parts), workers=1),
         "stream, same, with a worker and without": lambda: tracked(streamed(shards), workers=rank),
@@ -165,6 +171,7 @@ def compare() -> dict[str, Any]:
     loop = streamed(shards)
     list(tracked(loop, workers=1))
     outcomes["stream, unequal later"] = outcome(lambda: tracked(loop, workers=2 + rank))
+    outcomes["stream, as before on one"] = outcome(lambda: tracked(loop, workers=1 + rank))
     # Once: a second loop needs no other rank.
     again = planned()
     list(again)
@@ -403,13 +410,7 @@ def with_loader() -> Any:
     warnings.simplefilter("ignore")
     data = [torch.ones(n % 7 + 2, 4) for n in range(64)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch: Any) -> None:
-        model(batch.data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_of(lambda batch: model(batch.data).square().mean(), model)
     loaders.measure_cost = partial(loaders.measure_cost, method="trace")
     made = loader(data, step, "2GiB", max_batch_size=5)
     sampler: Any = made.batch_sampler

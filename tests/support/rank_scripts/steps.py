@@ -1,11 +1,9 @@
 """Cases of accumulated steps over ranks, by their names; each returns what it found."""
 
-import copy
 import random
 import warnings
+from collections import Counter
 from contextlib import suppress
-from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -23,12 +21,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
+from tests.support.accumulation import Accumulation
 from tests.support.large_steps import (
-    MODELS,
     OPTIMIZERS,
     Data,
+    difference,
     large_step,
     loss_sum,
     make_model,
@@ -38,14 +36,11 @@ from tests.support.rank_scripts import error_of, join
 from tests.support.reads import Reads
 from torchbudget import (
     GradAccumulator,
-    MemoryBudgetBatchSampler,
-    PaddedCost,
     joint_backward,
     memory_summary,
 )
-from torchbudget.errors import ForeignStepWarning, TorchBudgetError
+from torchbudget.errors import ForeignStepWarning
 from torchbudget.train import step as step_module
-from torchbudget.train.gradients import GradientSums
 
 rank, ranks = join()
 
@@ -53,15 +48,6 @@ rank, ranks = join()
 def cases(*names: str) -> dict[str, Any]:
     """What each of the cases below found."""
     return {name: globals()[name]() for name in names}
-
-
-def full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def distance(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((full(a) - b).detach().norm() / (b.detach().norm() + 1e-30)) for a, b in pairs)
 
 
 def piece_of(data: Data, start: int, size: int) -> Data:
@@ -91,26 +77,7 @@ def early() -> Any:
     for piece in pieces[rank]:
         take(accumulator, model, piece)
     accumulator.flush()
-    return distance(model.module, large), accumulator.last.number
-
-
-def planned() -> Any:
-    """A sampler in a DataLoader with workers plans three steps an epoch."""
-    data = Data.make(90)
-    lengths = (data.y != -100).sum(1).numpy()
-    sampler = MemoryBudgetBatchSampler(lengths, PaddedCost(unit_bytes=1), 12, samples_per_step=30)
-    model, large = DistributedDataParallel(make_model("CNN")), make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
-    theirs, worst, held = sgd(large), 0.0, []
-    for rows in DataLoader(range(90), batch_sampler=sampler, collate_fn=list, num_workers=1):
-        held += rows
-        take(accumulator, model, data[rows])
-        if accumulator.stepped:
-            parts: list[Any] = [None] * ranks
-            dist.all_gather_object(parts, held)
-            large_step(large, theirs, data[[row for part in parts for row in part]])
-            worst, held = max(worst, distance(model.module, large)), []
-    return worst, accumulator.last.number
+    return difference(model.module, large), accumulator.last.number
 
 
 def buffers() -> Any:
@@ -197,7 +164,7 @@ def subgroups() -> Any:
     (sum(losses) / weight).backward()
     torch.optim.SGD([*large.parameters(), *owns], lr=0.1).step()
     take(accumulator, ddp, pieces[place])
-    worst = max(distance(model.inner, large), abs(model.own.item() / owns[place].item() - 1))
+    worst = max(difference(model.inner, large), abs(model.own.item() / owns[place].item() - 1))
     skipping = GradAccumulator(optimizer, ddp, steps=1, group=groups[half], skip_nonfinite=True)
     with skipping.micro_batch(weight=1):  # one rank's own parameter lets all of its group skip
         loss = loss_sum(ddp, pieces[place])
@@ -222,7 +189,7 @@ def raised() -> Any:
     for at in (0, 2):
         take(accumulator, model, piece_of(data, 4 * rank + at, 2))
     large_step(large, sgd(large), data)
-    return distance(model, large)
+    return difference(model, large)
 
 
 class Block(nn.Module):
@@ -273,7 +240,7 @@ def tensor_parallel() -> Any:
                     accumulator.backward(model(piece).square().sum())
             if not pieces:
                 accumulator.step()
-            worst = max(worst, distance(model, large))
+            worst = max(worst, difference(model, large))
             worst = max(worst, abs(accumulator.last.gradient_norm / norm - 1))
         found.append(worst)
     if mesh.get_local_rank("tensor"):  # what is not finite in its part lets the others skip
@@ -395,7 +362,7 @@ def joint() -> Any:
     accumulator = GradAccumulator(mine, model)
     rows = x[4 * rank :] if rank == ranks - 1 else x[4 * rank : 4 * rank + 4]
     joint_backward(model, rows.split(3), contrast, accumulator)
-    found: list[Any] = [distance(model, large)]
+    found: list[Any] = [difference(model, large)]
 
     def of_rank(batch: Tensor) -> Any:
         return model.inner(batch)[:, : rank + 1], 0.5
@@ -412,168 +379,14 @@ def joint() -> Any:
 # ---------------------------------------------------------------------- random steps
 
 
-class Scaled(nn.Module):
-    """A model, and a parameter beside it, of whose gradient the last element may be `wrong`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.inner = make_model(name)
-        self.scale = nn.Parameter(torch.full((5,), 1.5, dtype=torch.float64))
-        self.wrong = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale.clone()
-        if self.wrong:
-            scale.register_hook(lambda one: one.index_fill(0, torch.tensor([4]), self.wrong))
-        return self.inner(x) * scale
-
-
-def wrapped(model: Scaled, how: str, draw: random.Random) -> tuple[nn.Module, nn.Module]:
-    """What is called, and what the accumulator is given."""
-    called: Any = model
-    if how in ("ddp", "subgroup"):  # of all ranks, in another group
-        called = DistributedDataParallel(model, process_group=everybody if how != "ddp" else None)
-    if how == "fsdp":
-        fully_shard(model, ignored_params={model.scale} if draw.random() < 0.5 else None)
-    if how == "hybrid":  # shards over one dimension of a mesh, replicas over the other
-        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicated", "sharded"))
-        fully_shard(model, mesh=mesh)
-    if how == "inner":
-        fully_shard(model.inner)
-        if draw.random() < 0.5:
-            model.inner.set_gradient_divide_factor(draw.choice([0.5, 3.0]))
-        return model, model.inner
-    return called, called
-
-
-# What a rank says that gives a step up, and what the others say.
-GIVEN_UP = {
-    "sample": ("out of memory with one sample", "out of memory on another rank"),
-    "sum": ("out of memory while gradients were summed", "out of memory on another rank"),
-    "batch": ("the forward changed batch[0] in place", "a batch was refused on another rank"),
-}
-
-
-class RandomSteps:
-    """Three steps with options and faults that the number chooses, the same on every rank."""
-
-    def __init__(self, number: int) -> None:
-        self.draw = draw = random.Random(number)
-        # FSDP needs every parameter to be used in every backward: what is never used is not there.
-        self.how = HOWS[number % len(HOWS)]
-        self.sharded = self.how in ("fsdp", "inner", "hybrid")
-        unfit = ("frozen", "tied") if self.sharded else ()
-        name = draw.choice([one for one in MODELS if one not in unfit])
-        optimizer = draw.choice(["SGD", "AdamW"]) if name != "LSTM" else "SGD"
-        self.max_norm = draw.choice([None, 0.1, float("inf")])
-        self.options: dict[str, Any] = {"mean": draw.random() < 0.5, "max_norm": self.max_norm}
-        self.options |= {"divisor": draw.choice([1, 8, 3])}
-        self.faults = ["", "raised"] if self.sharded else ["", "raised", *GIVEN_UP]
-        skips = draw.choice(["", "skip_nonfinite", "scaler"])
-        if skips:
-            self.faults += ["nonfinite"] * 2
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            self.options[skips] = scaler if skips == "scaler" else True
-        self.large = Scaled(name)
-        self.model = copy.deepcopy(self.large)
-        self.called, given = wrapped(self.model, self.how, draw)
-        self.theirs = OPTIMIZERS[optimizer](self.large.parameters())
-        mine: Any = OPTIMIZERS[optimizer](self.called.parameters())
-        if self.sharded and skips == "scaler":  # it unscales no shards beside others
-            scale = self.model.scale
-            parts = [one for one in self.called.parameters() if one is not scale], [scale]
-            mine = [OPTIMIZERS[optimizer](one) for one in parts]
-        self.accumulator = GradAccumulator(mine, given, **self.options)
-        self.told = [number, self.how, name, optimizer, str(self.options)]
-
-    def micro_batch(self, batch: Any, *, last: bool, fault: str = "") -> None:
-        part = Data(*batch)
-        if fault == "batch":
-            part.x.clamp_(max=3)
-        # Half of the ranks have weights on a device, for which tensors on the CPU stand.
-        weight = torch.tensor(part.weight) if rank % 2 else part.weight
-        with self.accumulator.micro_batch(weight, last=last):
-            loss = loss_sum(self.called, part)
-            self.accumulator.backward(loss / part.weight if self.options["mean"] else loss)
-            if fault == "sample" or (fault == "part" and len(part) > 1 and not self.has_failed):
-                self.has_failed = True
-                raise MemoryError
-            if fault == "raised":
-                raise KeyError
-
-    def fail(self, fault: str) -> None:
-        """A step that is given up, or skipped, by all ranks, since one of them has a fault."""
-        victim, data = self.draw.randrange(ranks), Data.make(3, rank)
-        mine = fault if rank == victim or fault == "raised" else ""
-        if mine == "nonfinite":
-            self.model.wrong = float("nan")
-        allocate = mock.Mock(side_effect=MemoryError) if mine == "sum" else GradientSums.allocate
-        act = partial(self.micro_batch, last=fault != "raised", fault=mine)
-        with mock.patch.object(GradientSums, "allocate", allocate), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ForeignStepWarning)
-            try:
-                self.micro_batch((data.x, data.y), last=False)
-                if fault in GIVEN_UP:
-                    self.accumulator.run_or_split(act, (data.x, data.y))
-                else:
-                    act((data.x, data.y))
-            except (TorchBudgetError, KeyError) as error:
-                said = "" if fault == "raised" else GIVEN_UP[fault][rank != victim]
-                assert said in str(error)  # noqa: PT017  (only where it is given up)
-                assert all(one.grad is None for one in self.called.parameters())
-            else:
-                assert fault == "nonfinite"
-                assert self.accumulator.last.skipped
-        self.model.wrong = 0.0
-
-    def step(self) -> float:
-        """How far the step is from the large batch's."""
-        draw = self.draw
-        data = Data.make(draw.randint(2 * ranks, 24), seed=draw.randrange(10**6))
-        norm = large_step(self.large, self.theirs, data, self.max_norm)
-        rows = list(range(len(data)))
-        draw.shuffle(rows)
-        parts = draw.randint(1, 3) * ranks if self.sharded else draw.randint(1, 8)
-        parts = min(parts, len(rows) // ranks * ranks)
-        ends = [0, *sorted(draw.sample(range(1, len(rows)), parts - 1)), len(rows)]
-        pieces = [rows[a:b] for a, b in pairwise(ends)]
-        owner = [place % ranks if self.sharded else draw.randrange(ranks) for place in range(parts)]
-        own = [piece for piece, whose in zip(pieces, owner, strict=True) if whose == rank]
-        fails = [draw.random() < 0.3 for _ in pieces]
-        for place, piece in enumerate(own):
-            run = partial(self.micro_batch, last=piece is own[-1])
-            if self.sharded:
-                run((data.x[piece], data.y[piece]))
-            else:
-                self.has_failed = not fails[place]
-                run = partial(run, fault="part")
-                self.accumulator.run_or_split(run, (data.x[piece], data.y[piece]))
-        if not own:
-            self.accumulator.step()
-        assert self.accumulator.stepped
-        last = self.accumulator.last
-        assert last.weight == data.weight
-        worst = 0.0 if norm is None else abs(last.gradient_norm / float(norm) - 1)
-        return max(worst, distance(self.called, self.large))
-
-
-HOWS = ["plain", "ddp", "subgroup", "fsdp", "inner"] + ["hybrid"] * (ranks == 4)
-everybody = dist.new_group(range(ranks))
-
-
-def random_steps(first: str, number: str) -> list[Any]:
-    """Random cuts, wrappings, options and faults: how far steps are from the large batch's."""
+def random_steps(first: str, number: str) -> list[str]:
+    """The faults of some cases, which hold on all ranks."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", module="torch")
-    told = []
+    wrappings = ["plain", "ddp", "subgroup", "fsdp", "inner fsdp"] + ["hybrid"] * (ranks == 4)
+    everybody, told = dist.new_group(range(ranks)), Counter[str]()
     with mock.patch.object(step_module, "waits", return_value=True):
         for one in range(int(first), int(first) + int(number)):
-            steps, worst = RandomSteps(one), 0.0
-            for _ in range(3):
-                fault = steps.draw.choice(steps.faults)
-                steps.told.append(fault)
-                if fault:
-                    steps.fail(fault)
-                worst = max(worst, steps.step())
-            told.append([*steps.told, worst])
-    return told
+            wrapping = wrappings[one % len(wrappings)]
+            told += Accumulation(random.Random(one), wrapping, rank, ranks, everybody).check()
+    return [name.removeprefix("fault: ") for name in told if name.startswith("fault: ")]

@@ -164,9 +164,8 @@ class Batch:
     def sample_shapes(self) -> list[IntArray]:
         """The shape of each sample in every field: `(n, d)`, once for fields of equal shapes.
 
-        Axes that all samples of a packed field share are left out. The shape of a text is the
-        number of its characters; other lists have none. A batch that was rebuilt from its fields
-        knows no shapes.
+        Axes that all samples of a packed field share are left out. Texts and other lists have no
+        shape. A batch that was rebuilt from its fields knows no shapes.
         """
         known = self._arrangement
         if known is None:

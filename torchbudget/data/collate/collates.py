@@ -165,9 +165,7 @@ class FieldCollate:
             if kind not in (None, "listed"):
                 field.fail(0, f"numbers, since the field is {kind}", "a string")
             values = _filled(field, None)
-            has_lengths = field.kind == "text" and field.present is None
-            lengths = [(len(text),) for text in values] if has_lengths else [()] * len(values)
-            return values, Layout(shapes=np.array(lengths, np.int64))
+            return values, Layout(shapes=np.empty((len(values), 0), np.int64))
         if field.present is not None and kind != "stacked" and np.ndim(field.values[0]):
             # A sample without the field is an empty one, of length 0.
             field = field._replace(values=_filled(field, field.values[0][:0]))

@@ -21,9 +21,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from torchbudget.cost.protocol import Sizes
 from torchbudget.data.indexed import check_indexed
 from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
+from torchbudget.display import counting
 from torchbudget.errors import OptionError, OtherSizesWarning, SizesError
 from torchbudget.files import write_whole
-from torchbudget.progress import counting
 from torchbudget.protocols import MapStyle
 from torchbudget.warn import warn
 

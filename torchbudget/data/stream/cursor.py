@@ -1,27 +1,22 @@
-"""The position of a stream: a cursor for each process, and what all processes share."""
+"""The state of a stream: a cursor for each of its processes."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import get_spawning_popen
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from torchbudget.checks import is_int
 from torchbudget.cost.protocol import IntArray
-from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.cursor import BoolArray, as_mask, as_text
 from torchbudget.plan.fingerprint import Plain
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
 
-WORKERS: Final = 512  # that may read a stream on one rank
-_NUMBERS: Final = 7
-_DONE: Final = 9
 # The options that must be the same for positions to mean the same samples.
 _ORDER: Final = ("split", "shuffle", "seed", "window", "sized", "batches_per_epoch")
 # And those for the rest of a part to be the same samples.
@@ -140,44 +135,6 @@ class StreamCursor(NamedTuple):
     def window(self, length: int) -> int:
         """Number of the window that it is in, counted over passes."""
         return self.start // length + self.number
-
-
-@dataclass(slots=True)
-class Standing:
-    """The place of a process. Not frozen, since each batch moves it.
-
-    Attributes:
-        slot: slot of the process.
-        dealing: see `StreamState`.
-        epoch: the epoch that it reads.
-        begun: cursor before the samples that were cut together.
-        rounds: number of their micro-batches that are done.
-        to_come: as in a cursor.
-        turn: the slots of a rank's processes begin with this one.
-        ended: a batch was requested after the last one.
-    """
-
-    slot: WorkerSlot
-    dealing: Plain
-    epoch: int
-    begun: StreamCursor
-    rounds: int
-    to_come: int | None
-    turn: int
-    ended: bool = False
-
-    @property
-    def cursor(self) -> StreamCursor:
-        """The cursor after the last micro-batch."""
-        at = self.begun
-        return StreamCursor(
-            self.epoch, at.start, self.rounds, at.first_epoch, at.number, self.to_come, *at[6:]
-        )
-
-    @property
-    def state(self) -> StreamState:
-        """The state of this process alone."""
-        return StreamState(cursors=[self.cursor], dealing=self.dealing, turn=self.turn)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -341,110 +298,3 @@ def _differences(saved: Plain, now: Plain, names: Iterable[str]) -> str:
         for name in names
         if saved.get(name) != now[name]
     )
-
-
-class _Number:
-    """An attribute whose value is in shared memory, at one of its places."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, progress: Progress, kind: type[Progress]) -> int:
-        return int(progress._numbers[self._place])
-
-    def __set__(self, progress: Progress, value: int) -> None:
-        progress._numbers[self._place] = value
-
-
-class Progress:
-    """The epoch of a stream in all its processes, and what was skipped: one small shared tensor.
-
-    Numbers are written by one process each, or are the same whoever writes them, without a lock.
-
-    Args:
-        shared: the memory of another one; `None`: new memory.
-
-    Attributes:
-        begun: the last epoch that was begun, or chosen.
-        chosen: 1 if `set_epoch` chose it, and no loop has begun since.
-        changes: number of times that a position was chosen or loaded.
-        loaded: 1 if the last change was to a position that only the process that trains has.
-        runs: number of runs that were opened: workers' ends of loops before do not count.
-        run: number of the workers that the open run reads; 0: no run is open.
-        ahead: 1 if workers of an untracked loop have begun to read ahead.
-        skipped: samples of each worker that were oversize, and that failed, since `set_epoch`.
-    """
-
-    begun, chosen, changes, loaded, runs, run, ahead = map(_Number, range(_NUMBERS))
-
-    def __init__(self, shared: torch.Tensor | None = None) -> None:
-        if shared is None:
-            numbers = _NUMBERS + WORKERS * (2 * _DONE + 2)
-            shared = torch.zeros(numbers, dtype=torch.int64, device="cpu")
-        self._shared = shared.share_memory_()
-        # torch takes ten times as long to write a number.
-        self._numbers, done, skipped = np.split(
-            self._shared.numpy(), [_NUMBERS, _NUMBERS + WORKERS * 2 * _DONE]
-        )
-        # Of each worker, for the last even and odd epoch: the number of workers, of epochs done,
-        # and `runs` then; and its place.
-        self._done, self.skipped = done.reshape(2, WORKERS, _DONE), skipped.reshape(WORKERS, 2)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the same memory in a process that is started; a copy has memory of its own."""
-        shared = self._shared
-        if get_spawning_popen() is None:
-            shared = shared.clone()
-            shared[_NUMBERS - 2 : _NUMBERS] = 0  # the copy has no run and no workers
-        return Progress, (shared,)
-
-    # ------------------------------------------------------------------ epochs
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next loop: the one after the last, if all workers are done with it."""
-        epoch = self.begun
-        rows = self._done[epoch % 2, :, :3]
-        workers = int(rows[0, 0])
-        last = workers, epoch + 1, self.runs
-        return epoch + (workers > 0 and bool((rows[:workers] == last).all()))
-
-    def advance(self) -> None:
-        """Begin a loop in a process.
-
-        Nothing is written but for the step from one epoch to the next, at once: a late worker of an
-        old loop must not undo what `set_epoch` has chosen meanwhile.
-        """
-        epoch = self.epoch
-        if epoch > self.begun:
-            self.begun = epoch
-
-    def end(self, at: Standing, runs: int) -> None:
-        """Note that a worker is done with an epoch, which it began when there were `runs`.
-
-        Raises:
-            OptionError: there are too many workers.
-        """
-        slot, cursor = at.slot, at.cursor
-        if slot.workers > WORKERS:
-            raise OptionError(f"at most {WORKERS} workers may read a stream, got {slot.workers}")
-        checksum = -1 if cursor.checksum is None else cursor.checksum
-        row = (slot.workers, at.epoch + 1, runs, *cursor[1:5], cursor.checked, checksum)
-        self._done[at.epoch % 2, slot.worker] = row
-
-    def ended(self, slot: WorkerSlot, epoch: int) -> tuple[StreamCursor, int] | None:
-        """Return the place where a worker of that number ended an epoch, and how many did."""
-        rows = self._done[epoch % 2]
-        workers = int(rows[0, 0])
-        row = rows[slot.worker % max(workers, 1)].tolist()
-        _, done, runs, start, rounds, first_epoch, number, checked, checksum = row
-        if not workers or (done, runs) != (epoch + 1, self.runs):
-            return None
-        place = epoch, start, rounds, first_epoch, number
-        known = None if checksum < 0 else checksum
-        return StreamCursor(*place, to_come=0, checked=checked, checksum=known), workers
-
-    def change(self, epoch: int, *, loaded: bool) -> None:
-        """Make all processes begin at an epoch, or at a position that was loaded."""
-        self.begun, self.loaded, self.ahead, self.run, self.chosen = epoch, loaded, 0, 0, 0
-        self.changes, self.runs = self.changes + 1, self.runs + 1

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from inspect import signature
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
@@ -19,19 +15,13 @@ from torchbudget.checks import called_as, check_flags, is_int, natural, optional
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
-from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.sizes.key import SizeKey, check_key
-from torchbudget.data.stream.cursor import (
-    Progress,
-    Split,
-    Standing,
-    StreamCursor,
-    StreamState,
-    WorkerSlot,
-)
-from torchbudget.data.stream.epoch_reader import EpochReader, raising
-from torchbudget.data.stream.run import Sending, StreamRun
+from torchbudget.data.stream.cursor import Split, StreamState
+from torchbudget.data.stream.options import StreamOptions
+from torchbudget.data.stream.position import StreamPosition
+from torchbudget.data.stream.run import StreamRun
+from torchbudget.data.stream.sending import raising
 from torchbudget.data.stream.source import source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
@@ -41,16 +31,11 @@ from torchbudget.plan.grouping import ShouldAdd
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.report import PlanReport, ReadBatches
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import default_window
 from torchbudget.protocols import ResumableSource
 from torchbudget.units import Amount, parse_bytes
 
 # Largest size in the fingerprint of a cost, on 1 to 4 axes: the real sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
-_SHARE: Final = 4  # a quarter of the host's bytes is for the look-ahead, or else of the device's
-# The least default. Audio of 350 KB a sample, under a budget of 64 MiB: 285 MiB before the first
-# batch and 1.8 % padding, instead of 1,605 MiB and 0.5 % without a limit; with 64 MiB 5.1 %.
-_LEAST_AHEAD: Final = 2**28
 
 
 class SkippedSamples(NamedTuple):
@@ -205,7 +190,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     ) -> None:
         super().__init__()
         check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven)
-        self._ranks = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
         if on_error not in ("raise", "skip"):
             raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
@@ -214,129 +198,46 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "a stream's sizes are unknown before it is read: max_shapes must be pairs (n, L), "
                 "as best_shapes returns for the sizes of some samples"
             )
-        options = {
+        of_a_cost = {
             "limits": limits,
             "max_batch_size": max_batch_size,
             "batch_size_multiple": batch_size_multiple,
             "size_multiple": size_multiple,
             "max_shapes": max_shapes,
         }
-        self._rules = rules = _rules_of(cost, self.budget, oversize, options)
+        rules = _rules_of(cost, self.budget, oversize, of_a_cost)
         self.cost, self.size_multiple, self.shapes = cost, 1, ()
-        self._stated: Plain = {"cost": "a predicate"}  # its cuts are compared
+        stated: Plain = {"cost": "a predicate"}  # its cuts are compared
         if rules is not None:
             self.size_multiple, self.shapes = rules.size_multiple, rules.shapes
-            self._stated = rules_identity(rules, *_LARGEST)
-        self._group = group
-        if group is not None and (rules is None or not callable(group)):
-            raise OptionError(
-                "group must be a function of a sample that returns its label, and goes together "
-                f"with a cost, not with a predicate; got {group!r}"
-            )
-        self._source = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
+            stated = rules_identity(rules, *_LARGEST)
+        read = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         check_key(size)
-        self._transforms = (*self._source.first_transforms, *transforms)
-        self._threads = natural("threads", threads)
-        self._oversize, self._size = oversize, size
-        self._look_ahead = None if look_ahead is None else parse_bytes(look_ahead)
-        self._given_window = optional("window", window)
-        self._uneven, self._drop_last, self._skip_failed = uneven, drop_last, on_error == "skip"
-        self._batches_per_epoch = optional("batches_per_epoch", batches_per_epoch)
-        self._collate_fn = collate_fn or PadCollate(size_multiple=self)
-        self._check_ranks_fit()
-        self._progress = Progress()
+        self._ranks = AskedRanks(num_replicas, rank)
+        self._options = StreamOptions(
+            source=read,
+            cost=cost,
+            budget=self.budget,
+            rules=rules,
+            stated=stated,
+            size=size,
+            group=group,
+            transforms=(*read.first_transforms, *transforms),
+            threads=natural("threads", threads),
+            given_window=optional("window", window),
+            given_look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
+            oversize=oversize,
+            drop_last=drop_last,
+            skips_failed=on_error == "skip",
+            batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
+            uneven=uneven,
+            collate_fn=collate_fn or PadCollate(size_multiple=self),
+            ranks=self._ranks,
+        )
+        self._position = StreamPosition(self._options)
         self._read = ReadBatches()  # of the last tracked loop
-        self._sending: Sending | None = None  # in the processes that a tracked loop has started
-        self._readers: WeakSet[EpochReader] = WeakSet()
-        self._begin_at(None)
 
-    def _begin_at(self, start: StreamState | None, kept: EpochReader | None = None) -> None:
-        """Make the next loop of this process begin at a state; `None`: at its epoch's beginning."""
-        self._start = start
-        self._kept = kept  # at the end of the last epoch, with samples in memory
-        # The epoch that the next loop reads, if no loop has begun here since a state was loaded.
-        self._loaded: int | None = None
-        self._present: list[Standing | None] = [None]  # of the untracked loop that drew last
-        self._runs: WeakSet[StreamRun] = WeakSet()  # those that are open
-        self._beginning: StreamRun | None = None  # the run whose `iter(loader)` is under way
-        self._changes, self._process = self._progress.changes, os.getpid()
-
-    def _notice(self) -> None:
-        """Drop state of another process, and state from before another process chose an epoch."""
-        if self._changes != self._progress.changes:
-            self._begin_at(None)
-        elif self._process != os.getpid():
-            self._begin_at(self._start)
-
-    # ------------------------------------------------------------------ options
-
-    @property
-    def _window_ranks(self) -> int:
-        """Number of ranks that share each window."""
-        return 1 if self._source.split == "ranks" else self.num_replicas
-
-    @property
-    def _window(self) -> int:
-        """Items that are read, sorted and cut together."""
-        return self._given_window or default_window(self._window_ranks)
-
-    @property
-    def _sized(self) -> bool:
-        """True if sizes are taken."""
-        return self._rules is not None or self._size is not None
-
-    def _look_ahead_of(self, slot: WorkerSlot) -> int | None:
-        """Bytes of the look-ahead of one process; `None`: no limit."""
-        host: int | None = getattr(self.budget, "host", None)
-        device: int = getattr(self.budget, "device", None) or 0
-        if self._look_ahead is not None or (host is None and self._given_window is not None):
-            return self._look_ahead
-        if host is not None:
-            return max(host // _SHARE // slot.workers, 1)
-        return self._window_ranks * max(device // _SHARE, _LEAST_AHEAD)
-
-    def _groups_of(self, samples: list[Any]) -> npt.NDArray[np.int64] | None:
-        """The number of each sample's group, shape `(S,)`, in the order of their appearance."""
-        if self._group is None:
-            return None
-        numbers: dict[Hashable, int] = {}
-        return np.array([numbers.setdefault(self._group(one), len(numbers)) for one in samples])
-
-    def _dealing(self, slot: WorkerSlot) -> Plain:
-        """The options that must be the same for samples to be read and planned the same way."""
-        source = self._source
-        dealing: Plain = self._stated | asdict(slot)
-        dealing |= {
-            "oversize": self._oversize,
-            "size": None if callable(self._size) else repr(self._size),
-            "drop_last": self._drop_last,
-            "skip_failed": self._skip_failed,
-        }
-        if source.split != "ranks":
-            dealing["rank"] = None  # all ranks stand in one place
-        read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
-        number, waiting = self._batches_per_epoch, self._look_ahead_of(slot)
-        window: Plain = {"window": self._window, "sized": self._sized, "look_ahead": waiting}
-        return dealing | read | window | {"batches_per_epoch": number}
-
-    def _check_ranks_fit(self) -> None:
-        """Raise an `OptionError` if the options do not go with the number of ranks."""
-        ranks, known = self._window_ranks, self._uneven or self._batches_per_epoch is not None
-        if ranks < self.num_replicas and not known:
-            raise OptionError(
-                f"each of {self.num_replicas} ranks reads its own part, so their numbers of "
-                "batches differ, and the longest would wait forever: pass batches_per_epoch=…; or "
-                "uneven=True, and end the loop with stop_together(loader)"
-            )
-        if self._window < ranks:
-            raise OptionError(f"window must be at least the {ranks} ranks, got {self._window}")
-        if self._skip_failed and ranks > 1:
-            raise OptionError(
-                f"on_error='skip' cannot be used with {ranks} ranks that plan from one source: a "
-                "sample that fails on one of them alone would be lost or repeated. Drop such "
-                "samples in a transform (transforms.keep_if), the same on all ranks; or pass a "
-                "function (shard, num_shards) as the source, which gives each rank its own part"
-            )
+    # ------------------------------------------------------------------ what it reads
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch on this rank.
@@ -346,14 +247,15 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             StateError: a framework that resumes from a checkpoint without a position reads it.
         """
         Caller.find().check_length(epochs_differ=False)
-        if self._batches_per_epoch is None:
+        number = self._options.batches_per_epoch
+        if number is None:
             raise TypeError("a stream has a length only with batches_per_epoch=")
-        return self._batches_per_epoch
+        return number
 
     @property
     def skipped_samples(self) -> SkippedSamples:
         """Numbers of samples that were skipped."""
-        return SkippedSamples(*self._progress.skipped.sum(axis=0).tolist())
+        return SkippedSamples(*self._position.progress.skipped.sum(axis=0).tolist())
 
     def report(self) -> PlanReport:
         """Report the fill and padding of the batches of the last tracked loop on this rank.
@@ -361,7 +263,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Raises:
             StateError: no tracked loop has read a batch, or a predicate cuts the batches.
         """
-        rules = self._rules
+        rules = self._options.rules
         if rules is None or not self._read.shapes:
             raise StateError(
                 "a report needs a stream with a cost, and batches that a tracked loop has read: "
@@ -372,7 +274,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     @property
     def epoch(self) -> int:
         """The epoch that the next `iter()` reads."""
-        return self._progress.epoch
+        return self._position.progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()`, in every worker, read this epoch.
@@ -385,20 +287,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """
         # Its workers would raise in the one process that reads, and other processes wait forever.
         Caller.find().check_loader(self.num_replicas)
-        self._notice()
-        state, progress, loaded = self._where(), self._progress, self._loaded
-        epoch = natural("epoch", epoch)
-        if epoch == progress.epoch:
-            self._begin_at(self._start, self._kept)
-            self._loaded = None if loaded is None else epoch
-            progress.ahead = progress.run = 0
-        else:
-            if state is not None and loaded is not None and not progress.ahead:
-                warn_of_discarded_state(state.epoch, epoch, within=not state.is_beginning)
-            progress.change(epoch, loaded=False)
-            self._begin_at(None)
-        progress.chosen = 1
-        progress.skipped[:] = 0
+        self._position.set_epoch(natural("epoch", epoch))
 
     # ------------------------------------------------------------------ iteration
 
@@ -414,100 +303,12 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         try:
             Caller.find().check_loader(self.num_replicas)
             self.check_ranks()
-            return self._begin_loop()
+            return self._position.begin_loop()
         except Exception as error:
             if get_worker_info() is None:
                 raise
             # A persistent worker dies of an error in `iter`, but passes on an error in `next`.
             return raising(error)
-
-    def _begin_loop(self) -> EpochReader:
-        """Begin to read.
-
-        Raises:
-            StateError: another process loaded a state, which this one does not have; or `set_epoch`
-                chose another epoch than that within which a loaded state stands.
-        """
-        progress, info, sending = self._progress, get_worker_info(), self._sending
-        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        first = sending is not None and not sending.has_begun
-        tracked = sending is not None and sending.is_tracked(progress.run)
-        inside = not tracked and progress.run > 0  # of an open run: the loop changes nothing
-        if progress.loaded and self._start is None and not first:
-            raise StateError(
-                "these workers started before a state was loaded or a tracked loop was left: load "
-                "before the first loop over the DataLoader, or begin a tracked loop"
-            )
-        counts = not (tracked or inside)
-        if counts:
-            progress.advance()
-        loaded = None if inside else self._loaded
-        # A run may be over before a slow worker begins.
-        state = self._start if first or loaded is not None else self._where()
-        state = None if inside else state
-        # A loader takes from its first worker first, so that one reads as the worker in turn.
-        turn = 0 if state is None else state.turn
-        slot = self._slot((number + turn) % workers, workers)
-        reader = self._reader_of(slot, state)
-        later = state is not None and loaded not in (None, state.epoch)
-        ended = state is not None and (info is not None or later) and reader.find_end()
-        if loaded is not None:
-            self._loaded = None
-            if later and not ended:
-                raise StateError(
-                    f"set_epoch({loaded}) was called, and then a state within epoch "
-                    f"{reader.standing.epoch} was loaded: call set_epoch({reader.standing.epoch}), "
-                    "or do not load the state"
-                )
-            if later or info is not None:
-                progress.begun = loaded
-            if later:
-                # `StatefulDataLoader` loads a state into workers, and at an epoch's end begins
-                # twice: batches that workers of the first loop prefetch do not count.
-                self._start = reader.standing.state
-                progress.end(reader.standing, progress.runs)
-                reader = self._reader_of(slot, self._where())
-                ended, counts = False, info is None
-        if counts:
-            progress.ahead, progress.chosen = int(info is not None), 0
-            reader.present = self._present
-        reader.counts = progress.runs if counts else None
-        reader.notes_end = counts or tracked
-        if sending is not None:
-            sending.send(reader if tracked else None)
-        self._readers.add(reader)
-        if ended:
-            reader.end()
-        return reader
-
-    def _cursor_of(self, slot: WorkerSlot, state: StreamState | None) -> StreamCursor:
-        """Return the cursor at which a process begins: of a state, or of the epoch's beginning.
-
-        Raises:
-            StateMismatchError: it cannot go on from the state.
-        """
-        return (state or self._epoch_begins(slot)).cursor_of(slot, self._dealing(slot))
-
-    def _reader_of(self, slot: WorkerSlot, state: StreamState | None) -> EpochReader:
-        """Return the reader of one process, which begins as `_cursor_of` says."""
-        kept, info = self._kept, get_worker_info()
-        self._kept = None
-        cursor = self._cursor_of(slot, state)
-        turn = 0 if info is None else (slot.worker - info.id) % slot.workers
-        if kept is not None:
-            # Without the source's own state, which need not be compared.
-            if kept.standing.cursor.following(cursor.to_come)[:6] == cursor[:6]:
-                kept.go_on(slot, cursor, turn)
-                return kept
-            kept.close()
-        return EpochReader(self, slot, cursor, turn)
-
-    def _ended(self, reader: EpochReader) -> None:
-        """Note the position at which a reader ended an epoch: the next epoch may continue there."""
-        if reader.counts is not None:
-            self._progress.end(reader.standing, reader.counts)
-        if self._batches_per_epoch is not None:
-            self._start, self._kept = reader.standing.state, reader
 
     def check_ranks(self, workers: int | None = None) -> None:
         """Compare ranks: see `tracked`, which does it itself.
@@ -515,37 +316,21 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Args:
             workers: number of processes that read on this rank; `None`: they are not compared.
         """
-        self._notice()
-        self._check_ranks_fit()
-        slot = self._slot(workers=workers or 1)
-        if self._source.split != "ranks":  # otherwise each reads its own samples
-            cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
-            at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
-            what = "facts" if workers is None else f"facts of {workers} workers"
-            check_same_on_ranks(self._ranks, lambda: self._dealing(slot) | at, what)
-
-    def _where(self) -> StreamState | None:
-        """The state at which the next loop begins; `None`: at the beginning of its epoch."""
-        if self._start is None:
-            return None
-        state = self._start.following(self._batches_per_epoch)
-        return state if state.epoch == self._progress.epoch else None
-
-    def _epoch_begins(self, slot: WorkerSlot) -> StreamState:
-        """The epoch's beginning; with `batches_per_epoch`, where the last one ended."""
-        epoch, batches = self._progress.epoch, self._batches_per_epoch
-        ended = self._progress.ended(slot, epoch - 1)
-        cursor, workers = StreamCursor(epoch, first_epoch=epoch, to_come=batches), 1
-        if batches is not None and ended is not None:
-            cursor, workers = ended
-        of = replace(slot, worker=slot.worker % workers, workers=workers)
-        state = StreamState(cursors=[cursor], dealing=self._dealing(of))
-        return state.following(batches)
-
-    def _slot(self, worker: int = 0, workers: int = 1) -> WorkerSlot:
-        """One of the processes that share the source on this rank."""
-        ranks, rank = self._ranks.now()
-        return WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks)
+        options = self._options
+        options.check_ranks_fit()
+        slot = options.slot(workers=workers or 1)
+        if get_worker_info() is not None:  # which cannot compare
+            return
+        facts: Plain
+        if options.source.split != "ranks":
+            at = self._position.begins().cursors[0]
+            facts = {"epoch": at.epoch, "start": at.start, "rounds": at.rounds}
+            facts |= options.dealing(slot)
+        elif workers is not None and not options.source.splits_itself:
+            facts = {"workers": workers}  # which share the source's parts with those of other ranks
+        else:
+            return
+        check_same_on_ranks(options.ranks, lambda: facts, each_time=workers is not None)
 
     # ------------------------------------------------------------------ runs
 
@@ -575,36 +360,19 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "of a wrapper, such as Fabric's, pass the DataLoader that it was made of"
             )
         if hasattr(loader, "state_dict"):
-            raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
+            raise OptionError(
+                f"a {kind} saves its position itself: call its own state_dict(); in place of a "
+                "loader that Accelerate has prepared, use integrations.accelerate.prepare"
+            )
         Caller.find().check_loader(self.num_replicas)
         self.check_ranks(max(loader.num_workers, 1))
-        return StreamRun(self, loader)
+        self._read = ReadBatches()
+        return StreamRun(self._position, loader, self._read)
 
-    def _begin_run(self, number: int, workers: int) -> StreamState:
-        """Begin a run of workers with a number, and return where they begin."""
-        progress, start = self._progress, self._where()
-        progress.advance()
-        slots = [self._slot(worker, workers) for worker in range(workers)]
-        cursors = [self._cursor_of(slot, start) for slot in slots]
-        turn, dealing = 0 if start is None else start.turn, self._dealing(slots[0])
-        self._start = StreamState(cursors=cursors, dealing=dealing, turn=turn)
-        self._loaded, self._present = None, [None]
-        progress.runs, progress.run = progress.runs + 1, number
-        progress.ahead = progress.chosen = 0
-        return self._start
-
-    def _stands_at(self, run: StreamRun, place: StreamState) -> None:
-        """Note a received batch of a run: the stream's position is now after it."""
-        self._start, self._present[0], self._progress.begun = place, None, place.epoch
-
-    def _run_closed(self, run: StreamRun, *, broken_off: bool) -> None:
-        """Note the end of a run: workers of other loaders do not know where it was left."""
-        if self._process == os.getpid() and self._runs is run._runs:
-            self._progress.run = max((one.number for one in self._runs), default=0)
-            state = self._where()
-            if broken_off and state is not None and not self._runs:
-                self._progress.change(state.epoch, loaded=True)
-                self._changes = self._progress.changes
+    @property
+    def _runs(self) -> WeakSet[Any]:
+        """Its open runs, as a sampler has them."""
+        return self._position.runs
 
     # ------------------------------------------------------------------ position
 
@@ -624,21 +392,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Raises:
             StateError: workers prefetch batches, and the loop is not tracked.
         """
-        self._notice()
-        in_worker, at = get_worker_info() is not None, self._present[0]
-        if self._progress.ahead and not in_worker:
-            raise StateError(
-                "workers of the DataLoader prefetch batches, so the position of its loop is "
-                "unknown: loop over stream.tracked(loader), use a StatefulDataLoader, or call "
-                "set_epoch first"
-            )
-        if at is None:
-            state = self._where() or self._epoch_begins(self._slot())
-        else:
-            state = at.state
-            if at.ended and not in_worker:
-                state = state.following(self._batches_per_epoch)
-        return state.to_plain(seeks=self._source.may_seek)
+        return self._position.state().to_plain(seeks=self._options.source.may_seek)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
@@ -653,33 +407,16 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             StateMismatchError: the state belongs to another stream; or, at the next loop, this
                 process cannot continue from it, or reads other samples at its position.
         """
-        self._notice()
-        state = StreamState.of_plain(state_dict)
-        state.check_order(self._dealing(self._slot()))
-        chosen = self._progress.begun if self._progress.chosen else state.epoch
-        if get_worker_info() is None:
-            if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended
-                state = state.following(self._batches_per_epoch)
-            self._progress.change(state.epoch, loaded=True)
-        # In a worker: of a StatefulDataLoader, each of whose workers has a state of its own.
-        self._begin_at(state)
-        self._loaded = max(chosen, state.epoch)
+        self._position.load(StreamState.of_plain(state_dict))
 
     def close(self) -> None:
         """End all iterations of this process and their threads, and close their sources."""
-        for reader in list(self._readers):
-            reader.close()
+        self._position.close_loops()
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker does not see the process that starts it.
         Caller.find().check_loader(self.num_replicas)
-        # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        kept: Any = {"_present": [None], "_progress": copy.copy(self._progress)}
-        kept |= dict.fromkeys(["_kept", "_loaded", "_runs", "_readers", "_beginning"])
-        return {**vars(self), **kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _runs=WeakSet(), _readers=WeakSet(), _process=os.getpid())
+        return {**vars(self), "_position": copy.copy(self._position)}
 
 
 def _rules_of(

@@ -36,13 +36,13 @@ class Source:
 
     Attributes:
         default_split: the processes by which it splits itself, or has to be split.
-        knows_workers: it may split itself by the worker that it sees.
+        splits_itself: by the worker and the rank that it sees, if `split` says so.
         first_transforms: make samples of its items.
         seeks: its own state is used, if it has one: until it was seen not to be right.
     """
 
     default_split: Split = "none"
-    knows_workers: ClassVar = True
+    splits_itself: ClassVar = True
     first_transforms: tuple[Transform, ...] = ()
     _first_states: ClassVar[dict[int, Any]] = {}  # of data that streams may share
 
@@ -54,7 +54,7 @@ class Source:
     def open(self, slot: WorkerSlot, cursor: StreamCursor) -> Reader:
         """Start the pass of a cursor over the part that this process reads."""
         key, part = (cursor.first_epoch, cursor.number), slot.part(self.split)[0]
-        sees_worker = self.knows_workers and self.split != "none"
+        sees_worker = self.splits_itself and self.split != "none"
         return Reader(
             self.shards(slot, *key),
             GeneratorStates.of_source(self.seed, *key, part),
@@ -115,7 +115,7 @@ class ShardFunction(Source):
     """A function `(shard, num_shards)` that returns an iterator."""
 
     default_split: Split = "ranks"
-    knows_workers = False
+    splits_itself = False
 
     def shards(self, slot: WorkerSlot, *_: int) -> list[tuple[int, Any]]:
         """See `Source.shards`."""
@@ -127,7 +127,7 @@ class ShardList(Source):
     """Shards, each an iterable or a function without arguments that returns one."""
 
     default_split: Split = "workers"
-    knows_workers = False
+    splits_itself = False
 
     def shards(self, slot: WorkerSlot, *key: int) -> list[tuple[int, Any]]:
         """See `Source.shards`."""
@@ -145,7 +145,7 @@ class Indexed(Source):
     A sample that is skipped is not read. It needs no states.
     """
 
-    knows_workers = has_states = False
+    splits_itself = has_states = False
     may_seek = True
 
     def shards(self, slot: WorkerSlot, *key: int) -> list[tuple[int, Any]]:

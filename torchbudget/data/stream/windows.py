@@ -8,7 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import chain, count, islice, repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +21,7 @@ from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis
 from torchbudget.data.stream.cursor import StreamCursor, StreamPart, WorkerSlot
 from torchbudget.data.stream.generators import GeneratorStates, sample_seed, seed_generators
+from torchbudget.data.stream.options import StreamOptions
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.data.stream.transforms import Expanded, sample_random
@@ -28,14 +29,11 @@ from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import BoolArray
-from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
 from torchbudget.plan.oversize import oversized
 from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
-
-if TYPE_CHECKING:
-    from torchbudget.data.stream.dataset import BudgetedIterableDataset
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
@@ -85,20 +83,21 @@ class DealtPart(NamedTuple):
 
 
 class WaitingSamples:
-    """Samples that were read and not cut yet.
+    """The samples that were read and are not cut yet: the next part begins with them.
 
     Args:
-        cursor: the boundary before them, or a place in the part that begins there.
+        cursor: the boundary before them, or a place inside the part that begins there.
 
     Attributes:
-        cursor: the same.
-        begun: the same, with the source's state at the beginning of their first window.
+        cursor: the boundary before the first sample, or a place inside the part.
+        begun: the boundary before the first sample, with the source's state at the beginning of
+            that sample's window.
         samples: the samples, in the order in which they were read.
         places: the position after each sample's item.
-        sizes: sizes of those that were measured.
-        before: number of samples of windows before the present one.
-        window: boundary before the first other sample, with the source's state where its window
-            begins.
+        sizes: the sizes of the first samples, as far as they were measured.
+        before: how many of the samples come from windows before the present one.
+        window: the boundary before the sample that is read next, with the source's state at the
+            beginning of that sample's window.
     """
 
     def __init__(self, cursor: StreamCursor) -> None:
@@ -154,7 +153,7 @@ class WaitingSamples:
         self.sizes = np.concatenate([*sizes, self.sizes])
 
 
-class Windows:
+class StreamWindows:
     """The windows of one process, one after the other, cut and split over the ranks.
 
     A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
@@ -163,24 +162,25 @@ class Windows:
     Nothing here refers to an iteration: one that is dropped closes its source.
 
     Args:
-        stream: stream whose samples are read.
+        options: what is read, and how it is cut.
         slot: slot of this process.
+        skipped: counts the samples that were oversize, and those that failed.
 
     Attributes:
         first_sizes: a digest of the sizes in the first window, if ranks share it.
         samples: number of samples that were read to be cut.
     """
 
-    def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
-        self._stream, self._slot = stream, slot
-        self._ranks, self._length = stream._window_ranks, stream._window
+    def __init__(self, options: StreamOptions, slot: WorkerSlot, skipped: IntArray) -> None:
+        self._options, self._slot, self._skipped = options, slot, skipped
+        self._ranks, self._length = options.window_ranks, options.window
         self.first_sizes: int | None = None
         self.samples = 0
-        self._endless = stream._batches_per_epoch is not None
-        ahead = self._look_ahead = stream._look_ahead_of(slot)
+        self._endless = options.batches_per_epoch is not None
+        ahead = self._look_ahead = options.look_ahead_of(slot)
         self._run_bytes = None if ahead is None else ahead // _PART_AT_ONCE + 1
         # Items that a window needs; 1 finds the end of a pass, whose last batch drops.
-        self._fewest = self._ranks if self._ranks > 1 or stream._drop_last else 0
+        self._fewest = self._ranks if self._ranks > 1 or options.drop_last else 0
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._has_checked_cost = False
@@ -208,7 +208,7 @@ class Windows:
             try:
                 part = _next_of(parts)
             except StateMismatchError:
-                if not self._stream._source.stop_seeking():
+                if not self._options.source.stop_seeking():
                     raise
                 yield from self.micro_batches(start)
                 return
@@ -228,9 +228,9 @@ class Windows:
             rounds.clear()  # no samples of a part may be in memory while the next ones are read
         following, number = start.next_pass(), len(waiting.samples)
         self.samples += number
-        if last and (not number or self._stream._drop_last):
+        if last and (not number or self._options.drop_last):
             yield following, 0, last[rank]
-        elif number and not self._stream._drop_last:
+        elif number and not self._options.drop_last:
             if last:
                 waiting.take_back(begun, last, sizes)
             part = self._dealt(waiting, 0, following)
@@ -265,7 +265,7 @@ class Windows:
             _check(cursor, cursor.part.checksum, checksum_of(sizes[: len(dealt)]))
         if self._ranks > 1 and self.first_sizes is None and samples:
             self.first_sizes = checksum_of(sizes)
-            check_same_samples(self._stream._ranks, self._slot.worker, self.first_sizes)
+            check_same_samples(self._options.ranks, self._slot.worker, self.first_sizes)
         # All can share a multiple of the ranks' number; a cursor stands between two items.
         places = np.array(waiting.places, np.int64)
         ends = (places < stop) & (np.diff(places, append=stop) > 0)
@@ -288,7 +288,7 @@ class Windows:
             if cursor.rounds:
                 _check(cursor, cursor.checksum, checksum)
             skipped = int((~stays[:number]).sum() - (~dealt[:number]).sum())
-            self._stream._progress.skipped[self._slot.worker] += skipped, 0
+            self._skipped += skipped, 0
             begun = waiting.begun._replace(checksum=checksum, part=part)
             if following.start:  # else another pass begins
                 own = checksum_of(sizes[waiting.before : number])
@@ -312,33 +312,35 @@ class Windows:
         Raises:
             UnevenRanksError: they cannot be split evenly.
         """
-        stream, cursor, places = self._stream, waiting.cursor, np.flatnonzero(stays)
+        options, cursor, places = self._options, waiting.cursor, np.flatnonzero(stays)
         if not len(places):
             return b"", []
         samples = [waiting.samples[place] for place in places.tolist()]
         sizes = waiting.sizes[places]
         key = WindowKey(
-            seed=stream._source.seed,
+            seed=options.source.seed,
             path=(cursor.first_epoch, cursor.number),
             places=np.array([cursor.start]),
             numbers=np.array([cursor.first_epoch + cursor.window(self._length)]),
-            shuffle=stream._source.shuffle,
+            shuffle=options.source.shuffle,
         )
-        ranks, rules, drop = Ranks(number=self._ranks), stream._rules, stream._drop_last and is_last
+        ranks, rules = Dealing(number=self._ranks), options.rules
+        drop = options.drop_last and is_last
         if rules is None:
-            add: Any = stream.cost
-            taken = sizes if stream._sized else None
+            add: Any = options.cost
+            taken = sizes if options.sized else None
             rounds = rounds_by_predicate(add, samples, taken, ranks, key, drop_last=drop)
         else:
-            groups = stream._groups_of(samples)
+            groups = options.groups_of(samples)
             rounds = rounds_by_cost(rules, sizes, ranks, key, drop_last=drop, groups=groups)
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
         padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
-        cuts = [*map(slice, rounds.starts, rounds.stops)]
-        batches = map(np.ndarray.tolist, map(arranged.__getitem__, cuts))
-        of_batches = map(places[rounds.places].__getitem__, cuts)
-        return np.array(rounds.stops).tobytes(), [*zip(batches, padded, of_batches, strict=False)]
+        parts = [*map(slice, rounds.starts, rounds.stops)]
+        batches = map(np.ndarray.tolist, map(arranged.__getitem__, parts))
+        of_batches = map(places[rounds.places].__getitem__, parts)
+        cuts = np.array(rounds.stops).tobytes() + rounds.places.tobytes()
+        return cuts, [*zip(batches, padded, of_batches, strict=False)]
 
     def _parts(self, cursor: StreamCursor, waiting: WaitingSamples) -> Generator[DealtPart]:
         """Yield a window, or as many samples as the bytes allow, one after the other.
@@ -351,11 +353,11 @@ class Windows:
             SampleError: an item cannot be read, or the source has none.
             StateMismatchError: the source ends before `cursor`, or has other sizes before it.
         """
-        stream, slot, length = self._stream, self._slot, self._length
-        split = stream._source.split
-        at_once = stream._threads * _FOR_A_THREAD[self._look_ahead is None]
-        with ThreadPoolExecutor(stream._threads or 1, "torchbudget") as threads:
-            pipeline = partial(transformed, stream=stream, threads=threads, at_once=at_once)
+        options, slot, length = self._options, self._slot, self._length
+        split = options.source.split
+        at_once = options.threads * _FOR_A_THREAD[self._look_ahead is None]
+        with ThreadPoolExecutor(options.threads or 1, "torchbudget") as threads:
+            pipeline = partial(transformed, options=options, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
                 begun, given = cursor, cursor.part is not None
                 with closing(self._opened(cursor, pipeline)) as reader:
@@ -392,13 +394,13 @@ class Windows:
             StateMismatchError: the samples before the cursor have other sizes.
         """
         while True:
-            reader = self._stream._source.open(self._slot, cursor)
+            reader = self._options.source.open(self._slot, cursor)
             try:
                 reader.go_to(cursor)
                 self._check_before(reader, cursor, pipeline)
             except StateMismatchError:
                 reader.close()
-                if not self._stream._source.stop_seeking():
+                if not self._options.source.stop_seeking():
                     raise
             else:
                 return reader
@@ -427,8 +429,8 @@ class Windows:
         Raises:
             SampleError: the items of this process gave no samples.
         """
-        stream, slot = self._stream, self._slot
-        alone = slot.part(stream._source.split)[1] == 1
+        options, slot = self._options, self._slot
+        alone = slot.part(options.source.split)[1] == 1
         nothing = not items or (slot.workers == 1 and not given)
         # Windows move on by one worker each pass, and samples for all ranks may need more passes.
         self._empty_passes += 1
@@ -461,7 +463,7 @@ class Windows:
             UnevenRanksError: samples that fill the look-ahead cannot be split evenly.
         """
         look_ahead = self._look_ahead
-        if look_ahead is None and not (self._stream._transforms or self._stream._skip_failed):
+        if look_ahead is None and not (self._options.transforms or self._options.skips_failed):
             first = reader.position + 1
             waiting.samples += reader.take(stop - reader.position)
             waiting.samples += reader.tail(self._fewest)
@@ -511,7 +513,7 @@ class Windows:
     def _items(
         self, reader: Reader, cursor: StreamCursor, runs: Iterable[list[Any]]
     ) -> Iterator[Item]:
-        key = self._stream._source.seed, cursor.first_epoch, cursor.number
+        key = self._options.source.seed, cursor.first_epoch, cursor.number
         for values in runs:
             values.reverse()
             while values:  # an item that was made into samples is not kept here
@@ -520,31 +522,31 @@ class Windows:
 
     def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any]:
         """The sizes of samples, shape `(n,)` or `(n, d)`; `(n, 0)` if sizes are not taken."""
-        if not (self._stream._sized and samples):
+        if not (self._options.sized and samples):
             return np.empty((len(samples), 0), np.int64)
-        sizes = sizes_of_all(samples, self._stream._size, first)
+        sizes = sizes_of_all(samples, self._options.size, first)
         return sizes[:, 0] if sizes.shape[1:] == (1,) else sizes
 
     def _measured(self, waiting: WaitingSamples) -> BoolArray:
         """Measure samples that wait; return which of them micro-batches take."""
-        stream, samples, first = self._stream, waiting.samples, waiting.cursor.start
+        options, samples, first = self._options, waiting.samples, waiting.cursor.start
         if (known := len(waiting.sizes)) < len(samples):
             new = self._sizes(samples[known:], first + known)
             waiting.sizes = np.concatenate([waiting.sizes, new]) if known else new
         sizes, stays = waiting.sizes, np.ones(len(samples), np.bool_)
         stays[: len(waiting.dealt)] = waiting.dealt
-        if stream._sized and not self._has_checked_axes and len(sizes) >= _FEWEST:
-            check_first_axis(lambda few: [samples[i] for i in few], stream._size, sizes, "size")
+        if options.sized and not self._has_checked_axes and len(sizes) >= _FEWEST:
+            check_first_axis(lambda few: [samples[i] for i in few], options.size, sizes, "size")
             self._has_checked_axes = True
         dealt = np.flatnonzero(stays)
-        if stream._rules is not None and len(dealt):
-            rules, largest = stream._rules, sizes[dealt].max(axis=0)
+        if options.rules is not None and len(dealt):
+            rules, largest = options.rules, sizes[dealt].max(axis=0)
             if not self._has_checked_cost:
                 check_cost(rules, sizes, largest)
                 self._has_checked_cost = True
             # A transform may make several samples of one item, or none, so samples have no index.
             called = lambda at: f"sample {dealt[at]} of the items from {first} on"  # noqa: E731
-            over = oversized(sizes[dealt], largest, rules, stream._oversize, called)
+            over = oversized(sizes[dealt], largest, rules, options.oversize, called)
             stays[dealt[over]] = False
         return stays
 
@@ -552,12 +554,12 @@ class Windows:
         """Return the samples of an item, none if it failed; raise if none may be skipped."""
         if not isinstance(samples, SampleError):
             return samples
-        if not self._stream._skip_failed:
+        if not self._options.skips_failed:
             raise samples
         if not self._warned:
             _log.warning("%s; it is skipped, as later ones are without a warning", samples)
             self._warned = True
-        self._stream._progress.skipped[self._slot.worker] += 0, 1
+        self._skipped += 0, 1
         return []
 
 
@@ -586,7 +588,7 @@ def _rest(begun: StreamCursor, batches: list[_MicroBatch]) -> Iterator[Found]:
 
 
 def transformed(
-    items: Iterator[Item], stream: BudgetedIterableDataset, threads: Executor, *, at_once: int
+    items: Iterator[Item], options: StreamOptions, threads: Executor, *, at_once: int
 ) -> Iterator[list[Any] | SampleError]:
     """Yield the samples of each item, or the error of its transforms, in order.
 
@@ -597,38 +599,38 @@ def transformed(
 
     Args:
         items: items that were read.
-        stream: stream whose transforms are applied.
+        options: those of the stream.
         threads: threads that apply the transforms, each to another item, if the stream says so.
         at_once: items that threads are given together.
     """
-    if not stream._threads:
+    if not options.threads:
         for item in items:
-            if stream._transforms:
+            if options.transforms:
                 seed_generators(item[1])
-            made = [_transformed(stream, item)]
+            made = [_transformed(options, item)]
             del item
             yield made.pop()
         return
     while some := list(islice(items, at_once)):
         seed_generators(some[0][1])
-        yield from list(threads.map(partial(_transformed, stream), some))
+        yield from list(threads.map(partial(_transformed, options), some))
 
 
-def _transformed(stream: BudgetedIterableDataset, item: Item) -> list[Any] | SampleError:
+def _transformed(options: StreamOptions, item: Item) -> list[Any] | SampleError:
     name, seed, value = item
     token = sample_random.set(seed)
     samples = [value]
     try:
-        for transform in stream._transforms:
+        for transform in options.transforms:
             if isinstance(transform, Expanded):
                 samples = [one for sample in samples for one in transform(sample)]
             else:
                 samples = [transform(sample) for sample in samples]
-        if stream._skip_failed and stream._sized:
+        if options.skips_failed and options.sized:
             for sample in samples:
-                size_of(sample, stream._size, name[1])
+                size_of(sample, options.size, name[1])
     except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
-        described = stream._source.describe(name, value)
+        described = options.source.describe(name, value)
         failure = SampleError(f"{described} cannot be transformed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure

@@ -1,17 +1,63 @@
-"""A progress bar, where tqdm is installed and there is a terminal; else lines for a log."""
+"""Progress bars or lines of a log, tables of text, and figures."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torchbudget.distributed import Ranks
+from torchbudget.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _EVERY_S: Final = 10  # a line in a log
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: int | None = None) -> list[str]:
+    r"""The lines of a table, its columns two blanks apart.
+
+    Args:
+        rows: of cells, as many in each.
+        right: the column from which on cells stand at the right, as numbers do; `None`: none.
+
+    >>> print(*aligned([("name", "bytes"), ("ids", "8")], right=1), sep="\n")
+    name  bytes
+    ids       8
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) if right is None else right
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def new_figure(
+    columns: int = 1, *, width: float = 8, height: float = 4
+) -> tuple[Figure, list[Any]]:
+    """An empty figure without a window, and its axes side by side.
+
+    Args:
+        columns: of axes.
+        width: in inches.
+        height: likewise.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError.of("matplotlib", "plot") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 @contextmanager

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from torchbudget import progress
-from torchbudget.progress import counting
-from torchbudget.tables import aligned
+from torchbudget import display
+from torchbudget.display import aligned, counting
 
 
 def test_columns_are_aligned() -> None:
@@ -49,22 +48,22 @@ def test_the_bar_advances_by_the_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Without a terminal or without tqdm, what has a description says how far it is."""
-    monkeypatch.setattr(progress, "_EVERY_S", 0)
+    monkeypatch.setattr(display, "_EVERY_S", 0)
     for has_tqdm in (True, False):
         if not has_tqdm:
             monkeypatch.setitem(sys.modules, "tqdm", None)
-        with progress.counting(unit="shapes", description="measuring") as advance:
+        with display.counting(unit="shapes", description="measuring") as advance:
             advance(3)
             advance(1)
-        with progress.counting(unit="samples", total=1000, description="sizes") as advance:
+        with display.counting(unit="samples", total=1000, description="sizes") as advance:
             advance(7)
-        with progress.counting(unit="batches") as advance:
+        with display.counting(unit="batches") as advance:
             advance(7)
-        with progress.counting(unit="shapes", description="hidden", shown=False) as advance:
+        with display.counting(unit="shapes", description="hidden", shown=False) as advance:
             advance(7)
         told = "measuring: 3 shapes in 0 s\nmeasuring: 4 shapes in 0 s\nsizes: 7 of 1,000 samples "
         assert capfd.readouterr().err == f"{told}in 0 s\n"
-    monkeypatch.setattr(progress, "_EVERY_S", 10)
-    with progress.counting(unit="shapes", description="measuring") as advance:
+    monkeypatch.setattr(display, "_EVERY_S", 10)
+    with display.counting(unit="shapes", description="measuring") as advance:
         advance(3)
     assert not capfd.readouterr().err
