@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any, Final
 
@@ -47,9 +49,6 @@ _SEEN_BYTES: Final = 2**24
 # Of a step on images, three runs that grew by 80 MiB gave a scale of 1.046, seven 0.999; of an
 # encoder, three that grew by 580 MiB gave 1.008.
 _TELLING_BYTES: Final = 2**29
-# A slope that grows by no more is that of a line: it grew by 0.99 to 1.03 in runs of routed experts
-# and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
-_LINEAR: Final = 1.15
 # Steps of each shape if draws may decide: of 6 layers that are each dropped with a chance of 0.1, a
 # step with all of them is among 8 in 999 of 1,000 cases.
 _DRAWS: Final = 8
@@ -396,12 +395,10 @@ class _Runs:
     def climbed(self) -> MeasuredCost:
         """Run ever larger batches of several sizes, until the budget is nearly filled.
 
-        The number of samples grows by a bound that is quadratic in it, until three runs are linear.
         A size is begun if an earlier run bounds its first sample, by the square of their ratio.
         """
         domain = self.subject.domain
-        count = _BLIND_SIZES.get(domain.axes, 2)
-        nodes = domain.nodes(count)
+        nodes = domain.nodes(_BLIND_SIZES.get(domain.axes, 2))
         smallest = domain.between(0.0)
         self.subject.take_larger_mode(lambda: self.runner.attempt((1, smallest)))
         before = self.subject.state.draws()
@@ -411,6 +408,10 @@ class _Runs:
             self.subject.warn(f"{_DRAWS} steps are run on each shape: {DRAWS}")
         if 2 * self.probes[0].peak_bytes - self.runner.idle_bytes <= self.room:
             self.subject.check_left(lambda step, shape: step(self.subject.batch(shape)))
+            # If the first run was at a floor, the bytes of its sample are unknown. Two samples
+            # fit all the same: they need at most twice the bytes.
+            if self.subject.most_samples(smallest) > 1:
+                self._run(2, smallest)
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)
@@ -422,18 +423,19 @@ class _Runs:
         return replace(cost, margin=self._margin(cost, _BLIND_MARGIN), seconds=self._seconds(cost))
 
     def _climb(self, size: Size, least: int) -> None:
+        """Run ever more samples of a size, until more of them could need more than 0.95."""
         runs = [probe for probe in self.probes if probe.size == size]
-        target = int(_NEAR * self.room)
         most = self.subject.most_samples(size)
+        n = min(self._first_number(size, least), most)
         for _ in range(_MOST_CLIMBS):
-            n = min(self._next(runs, target) if runs else self._begin(size, least), most)
-            if n < 1 or (runs and n <= runs[-1].n * 1.05):
-                return
-            if not self._run(n, size):
+            if runs:
+                numbers, fewest, bound = range(most + 1), runs[-1].n, partial(self._bound, runs)
+                n = bisect_right(numbers, _NEAR * self.room, lo=fewest, key=bound) - 1
+            if n < 1 or (runs and n <= runs[-1].n * 1.05) or not self._run(n, size):
                 return
             runs.append(self.probes[-1])
 
-    def _begin(self, size: Size, least: int) -> int:
+    def _first_number(self, size: Size, least: int) -> int:
         """The most samples that cannot need more than a run of other samples did.
 
         At least the fewest that exist, if such a run bounds them below the budget; otherwise 0.
@@ -443,43 +445,26 @@ class _Runs:
             pairs = zip(size, probe.size, strict=True)
             larger = math.prod(max(a / b, 1.0) for a, b in pairs) ** 2
             grown = max(probe.peak_bytes - idle, _SEEN_BYTES) / probe.n * larger
-            if idle + least**2 * grown * _LINEAR <= self.room:
+            if idle + least**2 * grown <= _NEAR * self.room:
                 found = max(found, least, int(probe.n / larger))
         return found
 
-    def _next(self, runs: Sequence[Probe], target: int) -> int:
-        """The most samples that cannot need more than the target, judged by runs of this size.
+    def _bound(self, runs: Sequence[Probe], n: int) -> float:
+        """The most bytes that n samples of a size need, at least as many as in its last run.
 
-        Bytes are taken to grow as n², until three runs have shown that they are nearly linear; but
-        as n from one to two of the smallest samples, of which a floor may hide the bytes.
+        Bytes are taken to grow as n² after the last but one run, or after no sample at all where a
+        floor hides the bytes of that run. Three runs show more, the slope and how it rises: they
+        are continued as a parabola, or as a line if they bend down.
         """
-        last = runs[-1]
-        if self._is_linear(runs):  # a parabola of all three, or a line if they bend down
-            left = max(target - last.peak_bytes, 0)
+        last, few, fewer_bytes = runs[-1], 0, self.runner.idle_bytes
+        if len(runs) > 2 and runs[-2].peak_bytes - runs[-3].peak_bytes >= _SEEN_BYTES:
             before, slope = map(_slope, runs[-3:], runs[-2:])
-            square = max(slope - before, 0.0) / (last.n - runs[-3].n)
-            slope = max(slope, before)
-            slope += square * (last.n - runs[-2].n)
-            return int(last.n + 2 * left / (slope + math.sqrt(slope**2 + 4 * square * left)))
-        most = last.n**2 + (target - last.peak_bytes) / self._square(runs)
-        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if last is self.probes[0] else 0)
-
-    def _square(self, runs: Sequence[Probe]) -> float:
-        """The bytes that each unit of n² added between the last two runs.
-
-        If the earlier one was at the floor, its own bytes are unknown: all but idle ones are added.
-        """
-        last, few, fewer = runs[-1], 0, self.runner.idle_bytes
-        if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES:
-            few, fewer = runs[-2].n, runs[-2].peak_bytes
-        return float(max(last.peak_bytes - fewer, _SEEN_BYTES) / (last.n**2 - few**2))
-
-    def _is_linear(self, runs: Sequence[Probe]) -> bool:
-        """Whether the last three runs lie nearly on a line, or below one."""
-        if len(runs) < 3 or runs[-2].peak_bytes - runs[-3].peak_bytes < _SEEN_BYTES:
-            return False
-        before, slope = map(_slope, runs[-3:], runs[-2:])
-        return slope <= _LINEAR * before
+            rise = max(slope - before, 0.0) / (last.n - runs[-3].n)
+            return last.peak_bytes + (n - last.n) * (max(slope, before) + rise * (n - runs[-2].n))
+        if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes >= _SEEN_BYTES:
+            few, fewer_bytes = runs[-2].n, runs[-2].peak_bytes
+        each = max(last.peak_bytes - fewer_bytes, _SEEN_BYTES) / (last.n**2 - few**2)
+        return float(last.peak_bytes + each * (n**2 - last.n**2))
 
     def _grid_cost(self, nodes: Sequence[Sequence[int]]) -> MeasuredCost:
         domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
@@ -489,19 +474,18 @@ class _Runs:
         sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
         most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
-        columns, ends = [], []  # a size whose runs were linear continues by its own slope
+        columns = []
         for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             n = [0, *(probe.n for probe in runs)]
-            peaks = np.maximum.accumulate([floor, *(probe.peak_bytes for probe in runs)]).tolist()
-            ends.append(most)
-            if runs and not self._is_linear(runs):  # up to twice as many, by the bound of the climb
-                peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
+            peaks = [floor, *(float(probe.peak_bytes) for probe in runs)]
+            while runs and n[-1] < most:  # a size continues by the bound of the climb
                 n.append(2 * n[-1])
-                ends[-1] = n[-1]
-            columns.append((tuple(n), tuple(map(float, peaks))) if runs else ((), ()))
+                peaks.append(self._bound(runs, n[-1]))
+            rising = np.maximum.accumulate(peaks).tolist()
+            columns.append((tuple(n), tuple(rising)) if runs else ((), ()))
         numbers, values = zip(*columns, strict=True)
-        grid = Grid(tuple(sizes), numbers, values, tuple(ends), reached)
+        grid = Grid(tuple(sizes), numbers, values, (most,) * len(columns), reached)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),
