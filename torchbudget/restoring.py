@@ -301,31 +301,53 @@ class TrainingState:
         )
 
     @contextmanager
-    def restored(self, *, contents: bool) -> Iterator[None]:
-        """Restore modules, optimizers, schedulers, scalers, generators, gradients and tensors.
+    def restored_after_traces(self) -> Iterator[None]:
+        """Restore everything that traced steps bind anew, Python's numbers included.
 
-        Args:
-            contents: the step really runs: restore the values of tensors, too, bit for bit. Python
-                numbers that it counts with stay. Without it, the step is only traced: all Python
-                numbers and containers that it has touched are restored.
+        The values of tensors are not saved: a trace computes on fake tensors.
+        """
+        with self._rebound(lambda *_: False):
+            yield
+
+    @contextmanager
+    def restored_after_runs(self) -> Iterator[None]:
+        """Restore everything that real steps bind anew, and the values of tensors, bit for bit.
+
+        Python's numbers and texts stay as the steps leave them: a step counts with them.
 
         Raises:
             CostError: the temporary folder has no room for the values; nothing ran.
         """
-        tensors = {id(one): one for one in [*self.tensors(), *self._loose]}.values()
+        with copied([one.detach() for one in self._every_tensor()]) as put_back:
+            try:
+                with self._rebound(_are_counters):
+                    yield
+            finally:
+                put_back()
+
+    def _every_tensor(self) -> list[torch.Tensor]:
+        return [*{id(one): one for one in [*self.tensors(), *self._loose]}.values()]
+
+    @contextmanager
+    def _rebound(self, stays: Callable[..., bool]) -> Iterator[None]:
+        """Bind containers, names, attributes, tensors, gradients and generators as they were.
+
+        Args:
+            stays: whether values that differ, the new one and the old one, are left as they are.
+        """
+        tensors = self._every_tensor()
         flags = [(one, one.requires_grad) for one in tensors if one.is_leaf]
+        gradients = [(one, one.grad) for one, _ in flags]
         # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
         self._aliases = [(one, one.detach()) for one in tensors]
         self._of_helpers = _copies_of(self._helpers)
-        gradients = [(one, one.grad) for one, _ in flags]
         always = self._saved()
-        users = [(one, copy.copy(one)) for one in self._containers]
         books = [(one, copy.copy(one)) for one in self._books]
+        users = [(one, copy.copy(one)) for one in self._containers]
+        names = [(one, one.value) for function in self._functions for one in _names_of(function)]
         arrays = [(one, one.copy()) for one in self._arrays]
         slots = [(one, _slots_of(one)) for one in self._slotted]
-        names = [(one, one.value) for function in self._functions for one in _names_of(function)]
-        written = [alias for _, alias in self._aliases if contents]
-        with copied(written) as put_back, _measuring(), ExitStack() as stack:
+        with _measuring(), ExitStack() as stack:
             stack.enter_context(_autocast_cache_kept())
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             stack.callback(RandomState.take().restore)
@@ -342,19 +364,17 @@ class TrainingState:
                     if _tensors_in(container) != _tensors_in(items):
                         _refill(container, items)
                 for container, items in users:
-                    if not contents or _objects_in(container) != _objects_in(items):
+                    if _kept(container, stays) != _kept(items, stays):
                         _refill(container, items)
                 for name, value in names:
-                    if name.value is not value and not (
-                        contents and _are_counters(name.value, value)
-                    ):
+                    if name.value is not value and not stays(name.value, value):
                         name.value = value
                 for array, values in arrays:
                     array[...] = values
                 for one, attributes in slots:
                     for key, value in attributes.items():
                         now = getattr(one, key, None)
-                        if now is not value and not (contents and _are_counters(now, value)):
+                        if now is not value and not stays(now, value):
                             object.__setattr__(one, key, value)
                 for tensor, alias in self._aliases:
                     if _place_of(tensor) != _place_of(alias):
@@ -363,7 +383,6 @@ class TrainingState:
                     tensor.requires_grad_(needs_gradient)
                 for leaf, gradient in gradients:
                     leaf.grad = gradient
-                put_back()
                 self._aliases = []
 
 
@@ -444,9 +463,15 @@ def _are_counters(*values: object) -> bool:
     return all(isinstance(one, (int, float, complex, str, bytes, types.NoneType)) for one in values)
 
 
-def _objects_in(container: Any) -> list[int]:
-    """The identities of a container's values, without its counters."""
-    return [id(one) for one in _values_of(container) if not _are_counters(one)]
+def _kept(container: Any, stays: Callable[..., bool]) -> list[Any]:
+    """The keys and the identities of a container's values, but of those that stay as they are."""
+    is_dict = isinstance(container, dict)
+    pairs = container.items() if is_dict else ((None, value) for value in container)
+    return [
+        (key if _are_counters(key) else id(key), id(value))
+        for key, value in pairs
+        if not stays(value)
+    ]
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -76,7 +76,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     if subject.state.device.type == "cpu":
         trim_malloc()
         _warn_of_kernels(subject)
-    with subject.state.restored(contents=True), ExitStack() as stack:
+    with subject.state.restored_after_runs(), ExitStack() as stack:
         gc.collect()
         if not gc.get_freeze_count():  # collections are quick: they search only newer objects
             gc.freeze()
@@ -113,7 +113,7 @@ def _warn_of_kernels(subject: Subject) -> None:
 
 
 class StepRunner:
-    """Runs the step and reads its peak; to be used inside `TrainingState.restored(contents=True)`.
+    """Runs the step and reads its peak; to be used inside `TrainingState.restored_after_runs()`.
 
     On CUDA the allocator's cache is emptied before each shape, so that the peak of reserved bytes
     is the shape's own. Ranks whose steps wait for each other must make the same calls; the worst of
