@@ -551,8 +551,8 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
         CostError: the folder has less room than they take; nothing was written.
     """
     # A sparse tensor is copied as a whole, since in-place operations replace its parts.
-    parts = ([one] if one.layout in SPARSE else plain_parts(one) for one in tensors)
-    tensors = [part for its in parts for part in its if part.numel()]  # empty ones have no bytes
+    every = ([one] if one.layout in SPARSE else plain_parts(one) for one in tensors)
+    tensors = [part for parts in every for part in parts if part.numel()]  # empty: without bytes
     odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
     tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
     _check_room(sum(tensor.nbytes for tensor in tensors))

@@ -402,15 +402,16 @@ class Covering:
         """
         shapes = np.array([(probe.n, *probe.size) for probe in self.probes])
         real = np.array([probe.peak_bytes for probe in self.probes])
-        own = first_held(self.pieces, shapes)[0] == len(self.pieces)
+        in_grid = first_held(self.pieces, shapes)[0] == len(self.pieces)
         every, grid = replace(grid, jumps=grid.sizes), replace(grid, jumps=((),) * len(grid.sizes))
         above = every.with_jumps(shapes[:, 1:])
         between = shapes[:, 1:] < above
         for count in range(1, 1 + len(grid.sizes)):
             off, off_above = (abs(one.bytes_at(shapes) / real - 1) for one in (grid, every))
-            shown = own & (off > _GRID_ERROR) & (off_above < off) & (between.sum(axis=1) == count)
+            shown = in_grid & (off > _GRID_ERROR) & (off_above < off)
+            shown &= between.sum(axis=1) == count
             each = zip(grid.jumps, above.T, between.T & shown, strict=True)
-            jumps = tuple((*{*known, *sizes[mine].tolist()},) for known, sizes, mine in each)
+            jumps = tuple((*{*known, *sizes[jump].tolist()},) for known, sizes, jump in each)
             grid = replace(grid, jumps=jumps)
         return grid
 

@@ -281,9 +281,10 @@ class _Runs:
     def scaled(self, traced: MeasuredCost) -> MeasuredCost:
         """Run shapes that fill the budget, and fit an offset and a scale to them.
 
-        The order is: one sample of the smallest size; half a budget of the largest size, and a
-        quarter of one between them; then, unless these agree, the largest, the smallest and another
-        size between them at 0.95. Runs of the sizes in between are held out of the fit.
+        The first three runs are one sample of the smallest size, half a budget of the largest size,
+        and a quarter of a size between them. Unless these agree, three more are a full budget of
+        the largest size, half of the smallest, and half of another size between them. Runs of the
+        sizes in between are held out of the fit.
         """
         self.known, domain = traced, self.subject.domain
         smallest, largest = map(domain.between, (0.0, 1.0))
