@@ -501,7 +501,7 @@ class _Runs:
         run = [size for size in made if any(p.size == made[size] for p in fitted)]
         sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
-        most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
+        most, reached = 2 * max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
         columns = []
         for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
