@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.plan.permutation import Purpose, shuffled_keys
 from torchbudget.random_state import RandomState
 
 _CHUNK: Final = 1024
@@ -22,7 +22,7 @@ _CHUNK: Final = 1024
 
 def source_state(*key: int) -> RandomState:
     """Return the place at which a source begins to draw: a function of `key`."""
-    [word] = shuffled_keys(*key, Stream.SHARDS, numbers=np.array([0])).tolist()
+    [word] = shuffled_keys(*key, Purpose.SHARDS, numbers=np.array([0])).tolist()
     return RandomState.seeded(word)
 
 
@@ -51,5 +51,5 @@ def sample_seed(shard: int, place: int, *key: int) -> int:
 @lru_cache(maxsize=8)
 def _words(chunk: int, *key: int) -> list[int]:
     numbers = np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK)
-    words: list[int] = shuffled_keys(*key, Stream.SAMPLES, numbers=numbers).tolist()
+    words: list[int] = shuffled_keys(*key, Purpose.SAMPLES, numbers=numbers).tolist()
     return words

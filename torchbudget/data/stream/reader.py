@@ -17,7 +17,7 @@ from torchbudget.data.indexed import checksum_of
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
-from torchbudget.plan.permutation import Permutation, Stream
+from torchbudget.plan.permutation import Permutation, Purpose
 from torchbudget.random_state import RandomState
 
 _CHUNK: Final = 4096
@@ -32,7 +32,7 @@ class Shuffled:
     """
 
     def __init__(self, length: int, *key: int) -> None:
-        self._length, self._order = length, Permutation(length, *key, Stream.INDEX)
+        self._length, self._order = length, Permutation(length, *key, Purpose.INDEX)
 
     def __len__(self) -> int:
         return self._length

@@ -21,7 +21,7 @@ from torchbudget.data.stream.generators import source_state
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import OptionError
-from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.plan.permutation import Purpose, shuffled_keys
 
 
 class Source:
@@ -134,7 +134,7 @@ class ShardList(Source):
         part, parts = slot.part(self.split)
         order = np.arange(len(self.data))
         if self.shuffle:
-            keys = shuffled_keys(self.seed, *key, Stream.SHARDS, numbers=order)
+            keys = shuffled_keys(self.seed, *key, Purpose.SHARDS, numbers=order)
             order = order[np.argsort(keys)]
         return [(n, self.data[n]) for n in order[part::parts].tolist()]
 
