@@ -621,3 +621,21 @@ def test_storages_can_still_be_resized(method: str) -> None:
     measure(full_step(model, optimizer), method)
     for parameter in model.parameters():
         parameter.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_tensor_that_got_another_key_is_put_back(traced: bool) -> None:
+    """After a trace, and after real steps."""
+    layer = nn.Linear(2, 2)
+    kept: dict[Any, Any] = {"now": torch.zeros(2), "steps": 0}
+
+    def step(batch: torch.Tensor) -> None:
+        layer(batch)
+        kept["before"] = kept.pop("now")
+        kept["steps"] = 1
+
+    state = TrainingState(step)
+    restored = state.restored_after_traces if traced else state.restored_after_runs
+    with restored():
+        step(torch.zeros(1, 2))
+    assert [*kept] == ["now", "steps"]

@@ -25,8 +25,8 @@ class RandomState:
         python: of the module `random`.
         numpy: of `numpy.random`; its arrays as lists.
         cpu: of torch on the CPU.
-        devices: of torch on each accelerator, such as every CUDA device; none where it was not
-            initialized, since reading them would initialize it.
+        devices: of torch on each accelerator, such as every CUDA device; none where they were not
+            asked for, or the accelerator was not initialized, since reading would initialize it.
 
     >>> state = RandomState.take()
     >>> drawn = torch.rand(3)
@@ -41,14 +41,23 @@ class RandomState:
     devices: list[Tensor]
 
     @classmethod
-    def take(cls) -> RandomState:
-        """The states as they are now, copied."""
-        numpy = np.random.get_state(legacy=False)
+    def take(cls, *, devices: bool = True) -> RandomState:
+        """The states as they are now, copied; without those of accelerators in 0.15 ms."""
         return cls(
             python=random.getstate(),
-            numpy=tree_map(lambda leaf: np.asarray(leaf).tolist(), dict(numpy)),
+            numpy=_plain(np.random.get_state(legacy=False)),
             cpu=torch.get_rng_state(),
-            devices=[read() for read, _ in _of_devices()],
+            devices=[read() for read, _ in _of_devices()] if devices else [],
+        )
+
+    @classmethod
+    def seeded(cls, word: int) -> RandomState:
+        """The states after seeding with a number below 2⁶⁴, without those of accelerators."""
+        return cls(
+            python=random.Random(word).getstate(),
+            numpy=_plain(np.random.RandomState(word & 0xFFFFFFFF).get_state(legacy=False)),
+            cpu=torch.Generator().manual_seed(word).get_state(),
+            devices=[],
         )
 
     def __enter__(self) -> None:
@@ -65,6 +74,11 @@ class RandomState:
         if self.devices:
             for (_, write), state in zip(_of_devices(), self.devices, strict=False):
                 write(state)
+
+
+def _plain(numpy: Any) -> dict[str, Any]:
+    found: dict[str, Any] = tree_map(lambda leaf: np.asarray(leaf).tolist(), dict(numpy))
+    return found
 
 
 def _of_devices() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]]:

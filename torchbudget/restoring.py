@@ -1,4 +1,9 @@
-"""Finds what a step refers to, and restores it: modules, optimizers, generators, tensors."""
+"""Finds what a step refers to, and restores it: modules, optimizers, generators, tensors.
+
+`reachable` searches the objects: `_references` says which ones an object leads to. `TrainingState`
+sorts what was found by how it is restored; its `_rebound` does so. `copied` saves the values of
+tensors in a file.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +46,10 @@ _FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 _ARRAY_BYTES: Final = 2**20
 _WRITTEN_BYTES: Final = 2**26  # at once
 
-_HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+_SCHEDULERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CONTAINERS: Final = (dict, list, set, deque)
-_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
+_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_SCHEDULERS, *_GENERATORS)
 _NOT_SEARCHED: Final = (types.ModuleType, type, logging.Logger)
 _DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
 
@@ -200,6 +205,18 @@ class TrainingState:
         is_compiled: whether a module or a function is called through `torch.compile`.
     """
 
+    # Private attributes, by how they are restored:
+    # _schedulers: schedulers and gradient scalers. Their containers are refilled, also by `rewind`.
+    # _loose_tensors: that the step refers to without a module, as in a closure. Their storages,
+    #   flags and gradients are put back, as those of parameters and buffers.
+    # _containers: dictionaries, lists, sets and deques of the user. They are refilled if an object
+    #   in them is another one; `_internal`, those of torch and of accumulators, if a tensor is,
+    #   since torch and accumulators count in them.
+    # _arrays: small arrays of NumPy. Their values are copied.
+    # _slotted: objects with `__slots__`. Attributes that are bound anew are put back.
+    # _functions: their names outside, closures and globals, are put back if they are bound anew.
+    # _generators: set back to their states; `_untraced`, all but torch's, are compared as well.
+
     def __init__(self, step: Callable[..., object]) -> None:
         found = list(reachable(step))
         modules = [one for one in found if isinstance(one, nn.Module)]
@@ -209,22 +226,23 @@ class TrainingState:
         self.accumulators = [one for one in found if _accumulates(one)]
         self.has_several = any(one.has_several() for one in self.accumulators)
         self.is_compiled = any(map(is_compiled, found))
-        self._helpers = [one for one in found if isinstance(one, _HELPERS)]
-        self._loose = [one for one in found if isinstance(one, torch.Tensor)]
-        # Torch and accumulators keep their own books, which count on each other.
+        self._schedulers = [one for one in found if isinstance(one, _SCHEDULERS)]
+        self._loose_tensors = [one for one in found if isinstance(one, torch.Tensor)]
         owners = [one for one in found if _is_of_torch(one) or _accumulates(one)]
-        books = {id(one) for owner in owners for one in _own_containers(owner)}
+        internal = {id(one) for owner in owners for one in _own_containers(owner)}
         self._containers = [one for one in found if isinstance(one, _CONTAINERS)]
-        self._books = [one for one in self._containers if id(one) in books]
-        self._containers = [one for one in self._containers if id(one) not in books]
+        self._internal = [one for one in self._containers if id(one) in internal]
+        self._containers = [one for one in self._containers if id(one) not in internal]
         arrays = [one for one in found if isinstance(one, np.ndarray) and one.flags.writeable]
         self._arrays = [one for one in arrays if one.nbytes <= _ARRAY_BYTES]
         self._slotted = [one for one in found if not _is_of_torch(one) and _slots_of(one)]
         self._generators = [one for one in found if isinstance(one, _GENERATORS)]
         self._functions = [one for one in found if isinstance(one, types.FunctionType)]
-        self._others = [one for one in self._generators if not isinstance(one, torch.Generator)]
-        self._of_helpers: list[tuple[Any, Any]] = []  # containers of `_helpers`, with their items
-        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tensors that are restored
+        self._untraced = [one for one in self._generators if not isinstance(one, torch.Generator)]
+        # While the state is being restored: containers of `_schedulers` with their items, and
+        # tensors with other tensors of the same storages.
+        self._scheduler_items: list[tuple[Any, Any]] = []
+        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def parts(self) -> Iterator[nn.Module]:
         """The modules and their submodules."""
@@ -247,17 +265,17 @@ class TrainingState:
 
     def rewind(self) -> None:
         """Set schedulers and scalers back, so that steps that are measured use up no schedule."""
-        for container, items in self._of_helpers:
+        for container, items in self._scheduler_items:
             _refill(container, items)
 
     def draws(self) -> bytes:
         """The states of all generators but torch's, to be compared: a trace cannot follow them."""
-        state = RandomState.take()
-        return pickle.dumps((state.python, state.numpy, self._others))
+        state = RandomState.take(devices=False)
+        return pickle.dumps((state.python, state.numpy, self._untraced))
 
     def draw(self, count: int) -> None:
         """Draw numbers from all generators but torch's, so that a trace makes other choices."""
-        for generator in (random, np.random, *self._others):
+        for generator in (random, np.random, *self._untraced):
             for _ in range(count):
                 generator.random()
 
@@ -271,7 +289,7 @@ class TrainingState:
         """Bytes of all tensors but dense gradients; infinite for a graph that gradients keep."""
         found: dict[str, float] = defaultdict(float)
         gradients = {id(p.grad) for p in self.parameters()}
-        for one in {id(one): one for one in [*self.tensors(), *self._loose]}.values():
+        for one in self._every_tensor():
             if id(one) not in gradients:
                 found["tensors in attributes, lists or closures"] += part_bytes(one)
             elif one.grad_fn is not None:
@@ -281,9 +299,9 @@ class TrainingState:
         return found
 
     def _saved(self) -> list[tuple[Any, Any]]:
-        """All containers of modules, optimizers and helpers, each with a shallow copy."""
+        """All containers of modules, optimizers and schedulers, each with a shallow copy."""
         # Parameters may have attributes, such as gradients of each sample.
-        return _copies_of([*self.parts(), *self.parameters(), *self.optimizers, *self._helpers])
+        return _copies_of([*self.parts(), *self.parameters(), *self.optimizers, *self._schedulers])
 
     @property
     def device(self) -> torch.device:
@@ -301,31 +319,53 @@ class TrainingState:
         )
 
     @contextmanager
-    def restored(self, *, contents: bool) -> Iterator[None]:
-        """Restore modules, optimizers, schedulers, scalers, generators, gradients and tensors.
+    def restored_after_traces(self) -> Iterator[None]:
+        """Restore everything that traced steps bind anew, Python's numbers included.
 
-        Args:
-            contents: the step really runs: restore the values of tensors, too, bit for bit. Python
-                numbers that it counts with stay. Without it, the step is only traced: all Python
-                numbers and containers that it has touched are restored.
+        The values of tensors are not saved: a trace computes on fake tensors.
+        """
+        with self._rebound(lambda *_: False):
+            yield
+
+    @contextmanager
+    def restored_after_runs(self) -> Iterator[None]:
+        """Restore everything that real steps bind anew, and the values of tensors, bit for bit.
+
+        Python's numbers and texts stay as the steps leave them: a step counts with them.
 
         Raises:
             CostError: the temporary folder has no room for the values; nothing ran.
         """
-        tensors = {id(one): one for one in [*self.tensors(), *self._loose]}.values()
+        with copied([one.detach() for one in self._every_tensor()]) as put_back:
+            try:
+                with self._rebound(_are_counters):
+                    yield
+            finally:
+                put_back()
+
+    def _every_tensor(self) -> list[torch.Tensor]:
+        return [*{id(one): one for one in [*self.tensors(), *self._loose_tensors]}.values()]
+
+    @contextmanager
+    def _rebound(self, stays: Callable[..., bool]) -> Iterator[None]:
+        """Bind containers, names, attributes, tensors, gradients and generators as they were.
+
+        Args:
+            stays: whether values that differ, the new one and the old one, are left as they are.
+        """
+        tensors = self._every_tensor()
         flags = [(one, one.requires_grad) for one in tensors if one.is_leaf]
+        gradients = [(one, one.grad) for one, _ in flags]
         # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
         self._aliases = [(one, one.detach()) for one in tensors]
-        self._of_helpers = _copies_of(self._helpers)
-        gradients = [(one, one.grad) for one, _ in flags]
+        self._scheduler_items = _copies_of(self._schedulers)
         always = self._saved()
+        internal = [(one, copy.copy(one)) for one in self._internal]
         users = [(one, copy.copy(one)) for one in self._containers]
-        books = [(one, copy.copy(one)) for one in self._books]
+        names = [(one, one.value) for function in self._functions for one in _names_of(function)]
         arrays = [(one, one.copy()) for one in self._arrays]
         slots = [(one, _slots_of(one)) for one in self._slotted]
-        names = [(one, one.value) for function in self._functions for one in _names_of(function)]
-        written = [alias for _, alias in self._aliases if contents]
-        with copied(written) as put_back, _measuring(), ExitStack() as stack:
+        with _measuring(), ExitStack() as stack:
             stack.enter_context(_autocast_cache_kept())
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             stack.callback(RandomState.take().restore)
@@ -338,23 +378,21 @@ class TrainingState:
             finally:
                 for container, items in always:
                     _refill(container, items)
-                for container, items in books:
+                for container, items in internal:
                     if _tensors_in(container) != _tensors_in(items):
                         _refill(container, items)
                 for container, items in users:
-                    if not contents or _objects_in(container) != _objects_in(items):
+                    if _kept(container, stays) != _kept(items, stays):
                         _refill(container, items)
                 for name, value in names:
-                    if name.value is not value and not (
-                        contents and _are_counters(name.value, value)
-                    ):
+                    if name.value is not value and not stays(name.value, value):
                         name.value = value
                 for array, values in arrays:
                     array[...] = values
                 for one, attributes in slots:
                     for key, value in attributes.items():
                         now = getattr(one, key, None)
-                        if now is not value and not (contents and _are_counters(now, value)):
+                        if now is not value and not stays(now, value):
                             object.__setattr__(one, key, value)
                 for tensor, alias in self._aliases:
                     if _place_of(tensor) != _place_of(alias):
@@ -363,7 +401,6 @@ class TrainingState:
                     tensor.requires_grad_(needs_gradient)
                 for leaf, gradient in gradients:
                     leaf.grad = gradient
-                put_back()
                 self._aliases = []
 
 
@@ -444,9 +481,15 @@ def _are_counters(*values: object) -> bool:
     return all(isinstance(one, (int, float, complex, str, bytes, types.NoneType)) for one in values)
 
 
-def _objects_in(container: Any) -> list[int]:
-    """The identities of a container's values, without its counters."""
-    return [id(one) for one in _values_of(container) if not _are_counters(one)]
+def _kept(container: Any, stays: Callable[..., bool]) -> list[Any]:
+    """The keys and the identities of a container's values, but of those that stay as they are."""
+    is_dict = isinstance(container, dict)
+    pairs = container.items() if is_dict else ((None, value) for value in container)
+    return [
+        (key if _are_counters(key) else id(key), id(value))
+        for key, value in pairs
+        if not stays(value)
+    ]
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -508,8 +551,8 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
         CostError: the folder has less room than they take; nothing was written.
     """
     # A sparse tensor is copied as a whole, since in-place operations replace its parts.
-    parts = ([one] if one.layout in SPARSE else plain_parts(one) for one in tensors)
-    tensors = [part for its in parts for part in its if part.numel()]  # empty ones have no bytes
+    every = ([one] if one.layout in SPARSE else plain_parts(one) for one in tensors)
+    tensors = [part for parts in every for part in parts if part.numel()]  # empty: without bytes
     odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
     tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
     _check_room(sum(tensor.nbytes for tensor in tensors))

@@ -63,6 +63,25 @@ def test_asking_does_not_step_the_users_optimizer():
     assert getattr(optimizer, "_opt_called", False) is False
 
 
+class InNumPy(torch.optim.SGD):
+    """An optimizer whose step leaves torch, so that fake tensors cannot follow it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().numpy()[:] -= parameter.grad.numpy()
+
+
+def test_an_optimizer_that_refuses_fake_tensors_is_named():
+    """The given one is not stepped for it, either."""
+    module = nn.Linear(4, 6)
+    before = module.weight.detach().clone()
+    for optimizer in (InNumPy, InNumPy(module.parameters())):
+        with pytest.raises(CostError, match=r"InNumPy .*fake tensors; .*number of states"):
+            DenseCost.of((4,), (6,), module=module, optimizer=optimizer)
+    assert torch.equal(module.weight, before)
+
+
 def test_groups_with_options_of_their_own_are_charged_the_largest():
     module = nn.Linear(4, 6)
     groups = [{"params": [module.weight], "momentum": 0.9}, {"params": [module.bias]}]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchbudget as tb
-from torchbudget.host.model import HostModel, InFlight, PlannedShapes, pinned_block
+from torchbudget.host.options import HostModel, InFlight, PlannedShapes, pinned_block
 from torchbudget.host.trial import Trial, batch_bytes
 
 RNG = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def test_starting_workers_count_where_they_need_more_than_batches() -> None:
 
 def test_open_files_follow_the_sharing_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor in flight is one by file descriptors, and none by names."""
-    monkeypatch.setattr("torchbudget.host.model.get_sharing_strategy", lambda: "file_system")
+    monkeypatch.setattr("torchbudget.host.options.get_sharing_strategy", lambda: "file_system")
     assert model().needs(2, 3, pins=False).descriptors == 2 * 8
 
 

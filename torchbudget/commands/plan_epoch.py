@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -12,19 +13,24 @@ from typing import Any, Final
 import numpy as np
 
 from torchbudget.commands import Answer, Command, as_json, save_figure
-from torchbudget.cost.measured import load_cost
+from torchbudget.cost.measured import MeasuredCost, load_cost
 from torchbudget.cost.padded import PackedCost, PaddedCost
 from torchbudget.cost.protocol import CostModel, Sizes
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.display import aligned
 from torchbudget.errors import CostError, OptionError, OversizeError, UnevenRanksError
+from torchbudget.plan.report import PlanReport
 from torchbudget.units import parse_bytes
 
 _DESCRIPTION: Final = """\
 Plan an epoch of samples of these sizes under a budget, and report it: fill, padding, numbers of
-micro-batches and samples, imbalance of ranks. Only the sizes are read.
+micro-batches and samples, imbalance of ranks. Only the sizes are read. With the samples of a step
+and a measured cost, the plan takes the least time, and several budgets are compared by it.
 
   python -m torchbudget plan sizes.npy --budget 8GiB --cost cost.json
-  python -m torchbudget plan lengths.txt --budget 16384 --unit-bytes 1  # a budget in tokens"""
+  python -m torchbudget plan lengths.txt --budget 16384 --unit-bytes 1  # a budget in tokens
+  python -m torchbudget plan sizes.npy --cost cost.json --samples-per-step 1024 \\
+    --budget 8GiB --budget 16GiB  # the predicted time by budget"""
 SIZES_HELP: Final = (
     "a file of ints: .npy, .npz (as sizes_of keeps them), text of one line for each sample, or a "
     "JSON list; several columns are several ragged axes; - reads stdin"
@@ -47,7 +53,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     fixed_help = 'bytes of the step besides the elements, such as "500MB"'
     add = parser.add_argument
     add("sizes", metavar="SIZES", help=SIZES_HELP)
-    add("--budget", required=True, help='the device\'s bytes, such as "8GiB"')
+    budget_help = 'the device\'s bytes, such as "8GiB"; several are compared by the predicted time'
+    add("--budget", required=True, action="append", metavar="BYTES", help=budget_help)
     cost = parser.add_mutually_exclusive_group(required=True)
     cost.add_argument("--cost", metavar="FILE", help="a saved cost, as `measure` writes it")
     cost.add_argument("--unit-bytes", type=float, nargs="+", metavar="BYTES", help=unit_help)
@@ -65,9 +72,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> Answer:
     sizes, cost = read_sizes(options.sizes), _cost(options)
     rules = {name: getattr(options, name) for name in ("num_replicas", *_RULES)}
+    if len(options.budget) > 1 and (options.json or options.figure or options.min_fill):
+        raise OptionError("--json, --figure and --min-fill go with one --budget")
     try:
-        sampler = MemoryBudgetBatchSampler(sizes, cost, options.budget, rank=0, **rules)
-        report = sampler.report()
+        samplers = [
+            MemoryBudgetBatchSampler(sizes, cost, budget, rank=0, **rules)
+            for budget in options.budget
+        ]
+        sampler, report = samplers[0], samplers[0].report()
+        if report.epoch_s is not None and options.min_fill is not None:
+            raise OptionError(
+                "--min-fill does not go with a plan of least time, which need not fill the budget"
+            )
+        if len(samplers) > 1:
+            return Answer(text=_by_budget(options.budget, [one.report() for one in samplers], cost))
     except (OversizeError, UnevenRanksError) as error:
         return Answer(failed=(str(error),))
     if options.figure is not None:
@@ -79,6 +97,29 @@ def _run(options: argparse.Namespace) -> Answer:
         return Answer(text=text)
     failed = f"the fill is {report.fill:.1%}, below {options.min_fill:.1%}"
     return Answer(text=text, failed=(failed,))
+
+
+def _by_budget(budgets: Sequence[str], reports: Sequence[PlanReport], cost: CostModel) -> str:
+    """A table of the predicted time under each budget.
+
+    Raises:
+        OptionError: the plans have no predicted time.
+    """
+    probes = cost.probes if isinstance(cost, MeasuredCost) else ()
+    measured_bytes = max((one.peak_bytes for one in probes if one.how == "run"), default=0)
+    rows = [("budget", "seconds", "micro-batches", "padding", "fullest", "")]
+    for budget, report in zip(budgets, reports, strict=True):
+        if report.epoch_s is None:
+            raise OptionError(
+                "several budgets are compared by the predicted time of an epoch: pass "
+                "--samples-per-step, and a --cost that was measured by real steps"
+            )
+        is_beyond = report.fullest * parse_bytes(budget) > measured_bytes
+        rows.append((
+            budget, f"{report.epoch_s:,.1f}", f"{report.batches:,}", f"{report.padding:.1%}",
+            f"{report.fullest:.1%}", "extrapolated" if is_beyond else "",
+        ))  # fmt: skip
+    return "\n".join(aligned(rows))
 
 
 def _cost(options: argparse.Namespace) -> CostModel:

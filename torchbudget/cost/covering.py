@@ -1,4 +1,15 @@
-"""Traces that cover a domain: symbolic pieces, checked by concrete ones, and a grid elsewhere."""
+"""Traces that cover a domain: symbolic pieces, checked by concrete ones, and a grid elsewhere.
+
+`Covering.cover` draws some hundred shapes, and then works on those that nothing covers yet:
+
+1. `_cover` traces the step with symbols, at the middle of the shapes that are left. The trace gives
+   a piece, which holds wherever the step takes the same branches.
+2. `_continued` extends the piece of a step that loops to other numbers of turns.
+3. `_tested` compares the piece with concrete traces, where it holds and where a condition fails
+   that may not matter. What agrees is covered. Then 1. again.
+4. `_make_grid` traces what is left one shape at a time, as columns of a grid. It adds columns until
+   other shapes, which are held out, are right, and raises the grid by the error that remains.
+"""
 
 from __future__ import annotations
 
@@ -30,51 +41,56 @@ from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Tracer, ValueDependentError
 from torchbudget.units import format_bytes
 
+# Pieces.
 # Shapes that are drawn to see which of them each piece covers.
-_DRAWN: Final = 400
+_DRAWN_SHAPES: Final = 400
 # A piece is poor if it adds less than this share of the drawn shapes. After so many poor pieces no
 # more are traced: every shape may have a trace of its own.
-_POOR: Final = 0.03
-_MOST_POOR: Final = 3
+_POOR_SHARE: Final = 0.03
+_MOST_POOR_PIECES: Final = 3
 _MOST_PIECES: Final = 8
 # Of computing for pieces: then, no further failed conditions are tested.
-_MOST_SECONDS: Final = 60.0
+_PIECES_SECONDS: Final = 60.0
 # Most samples in traces that are compared; with a budget, more if they fit.
-_COMPARED: Final = 256
-_MOST_COMPARED: Final = 2**13
-# A grid is refined while the error on another shape exceeds this, until time is up.
-_OFF: Final = 0.01
-# Ratio of consecutive numbers of samples in a column, and next to where its lines bend by a
-# share. Of 1,000 other shapes of stairs and of an LSTM, none was then more than 0.2 % too low.
-_FAR: Final = 4
-_NEAR: Final = 1.5
-_BENT: Final = 0.001
+_COMPARED_SAMPLES: Final = 256
+_MOST_COMPARED_SAMPLES: Final = 2**13
+# Of so many shapes at which a set of conditions fails, one more is tested. Of `a and b`, a trace in
+# which a is false has no condition on b: with the smallest and the largest alone, bytes were 66 %
+# too low.
+_SHAPES_PER_TEST: Final = 20
+# Sizes, and numbers of samples of each, that are searched for other peaks.
+_SEARCHED_SIZES: Final = 32
+_SEARCHED_NUMBERS: Final = 2 ** np.arange(21)
+
+# Loops.
 # A trace with symbols, or of many samples, is given up after this multiple of the seconds that two
 # samples took, which count as half a second at least: does it loop? Symbols took up to 9 times as
 # long as numbers, and 32 times for windows of two axes, for which the limit is doubled; a loss of
 # 230 chunks takes 6 s.
-_LOOPING: Final = 16
-_LEAST_SECONDS: Final = 0.5
+_GIVEN_UP_RATIO: Final = 16
+_GIVEN_UP_SECONDS: Final = 0.5
+# Turns by which two traces of a loop differ: by 1, a number L - 1 in one would be L in the other.
+_TURNS_APART: Final = 3
+# Turns of a loop that are traced at least: a first, a last, and some between them that are alike.
+_LEAST_TURNS: Final = 5
+# A loop is tested with up to this multiple of the turns that were traced.
+_TESTED_TURNS_RATIO: Final = 2
+# One more test has as many turns as a trace with symbols does in so many seconds. A trace with
+# numbers does them in about 2.
+_FAR_TEST_SECONDS: Final = 10.0
+
+# The grid.
+# It is refined while the error on another shape exceeds this, until time is up.
+_GRID_ERROR: Final = 0.01
+# Ratio of consecutive numbers of samples in a column, and next to where its lines bend by a
+# share. Of 1,000 other shapes of stairs and of an LSTM, none was then more than 0.2 % too low.
+_COLUMN_RATIO: Final = 4
+_FINE_RATIO: Final = 1.5
+_BENT_SHARE: Final = 0.001
 # With 8 held-out shapes, the grid of a CTC model with strides was raised by 0.4 %, and was 2.5 %
 # too low elsewhere. With 128, 4 of 960 further shapes of an LSTM were 0.2 to 0.6 % too low.
 _HELD_OUT: Final = 128
 _LEAST_HELD_OUT: Final = 12  # if time is up
-# Turns by which two traces of a loop differ: by 1, a number L - 1 in one would be L in the other.
-_APART: Final = 3
-# Turns of a loop that are traced at least: a first, a last, and some between them that are alike.
-_LEAST_TURNS: Final = 5
-# A loop is tested with up to this multiple of the turns that were traced.
-_FEW: Final = 2
-# One more test has as many turns as a trace with symbols does in so many seconds. A trace with
-# numbers does them in about 2.
-_FAR_SECONDS: Final = 10.0
-# Of so many shapes at which a set of conditions fails, one more is tested. Of `a and b`, a trace in
-# which a is false has no condition on b: with the smallest and the largest alone, bytes were 66 %
-# too low.
-_SPREAD: Final = 20
-# Sizes, and numbers of samples of each, that are searched for other peaks.
-_SOME: Final = 32
-_MANY: Final = 2 ** np.arange(21)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +114,7 @@ class Covering:
     tracer: Tracer
     room: float
     seconds: float
-    most_n: int = _COMPARED
+    most_n: int = _COMPARED_SAMPLES
     pieces: list[Piece] = field(default_factory=list)
     grid: Grid | None = None
     probes: list[Probe] = field(default_factory=list)
@@ -119,7 +135,7 @@ class Covering:
         Raises:
             CostError: the step cannot be traced at all.
         """
-        self._deadline = time.process_time() + _MOST_SECONDS
+        self._deadline = time.process_time() + _PIECES_SECONDS
         smallest = self.subject.domain.between(0.0)
         two = self._at((2, *smallest))
         if any(trace.assumed for trace in self._concrete.values()):
@@ -130,9 +146,9 @@ class Covering:
                 two = self._at((2, *smallest))
         if self.room < math.inf:
             fitting = int(self.room) // max(two - self._at((1, *smallest)), 1)
-            self.most_n = min(max(fitting, _COMPARED), _MOST_COMPARED)
+            self.most_n = min(max(fitting, _COMPARED_SAMPLES), _MOST_COMPARED_SAMPLES)
         self.most_n = min(self.most_n, self.subject.most_samples(smallest))
-        shapes = self._shapes = self.subject.domain.draw(_DRAWN, self.most_n)
+        shapes = self._shapes = self.subject.domain.draw(_DRAWN_SHAPES, self.most_n)
         left = np.ones(len(shapes), bool)
         try:
             self._recipe = Recipe(self.subject.batch, self.subject.domain.recipe_shapes())
@@ -152,12 +168,12 @@ class Covering:
         shapes = self._shapes
         logs, poor, longer = np.log(shapes), 0, np.ones(len(shapes))
         sizes = np.unique(shapes[:, 1:], axis=0)
-        some = sizes[np.linspace(0, len(sizes) - 1, _SOME).astype(int)]
+        some = sizes[np.linspace(0, len(sizes) - 1, _SEARCHED_SIZES).astype(int)]
         limit = self.subject.domain.axes * self._limit(self.subject.domain.between(0.0))
         while not self._is_covered(left):
-            if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR:
+            if len(self.pieces) >= _MOST_PIECES or poor >= _MOST_POOR_PIECES:
                 return
-            few = left & (longer <= _FEW)
+            few = left & (longer <= _TESTED_TURNS_RATIO)
             inside = np.flatnonzero(few if few.any() else left)
             # The middle of the remaining shapes: its branches are likely those of many shapes.
             off = np.abs(logs[inside] - np.median(logs[inside], axis=0))
@@ -167,14 +183,16 @@ class Covering:
             with suppress(UntraceableError, ValueDependentError):
                 fewer = self._of_fewer_turns(trace, shape, shapes[inside])
                 trace, shape = self._traced(fewer), fewer
-            columns = [_column_of(size, _MANY) for size in (*some, shape[1:])]
+            columns = [_column_of(size, _SEARCHED_NUMBERS) for size in (*some, shape[1:])]
             row = np.insert(sizes, 0, shape[0], axis=1)
             every = np.concatenate([shapes, row, *columns])
             before = left.copy()
             piece, times = self._continued(trace, shape, every)
             longer = np.maximum(longer, times)
             try:
-                piece = self._tested(piece, longer, max(_FAR_SECONDS / trace.seconds, _FEW), left)
+                piece = self._tested(
+                    piece, longer, max(_FAR_TEST_SECONDS / trace.seconds, _TESTED_TURNS_RATIO), left
+                )
                 held = every[piece.holds(every) != NOT_HELD]
                 if len(held):
                     piece = piece.kept(held)
@@ -184,7 +202,7 @@ class Covering:
                 self.reason, left[:] = str(error), before
             left[(shapes == middle).all(axis=1)] = False
             gained = int(before.sum()) - int(left.sum())
-            poor += gained < _POOR * len(shapes)
+            poor += gained < _POOR_SHARE * len(shapes)
 
     def _continued(self, trace: Trace, shape: Shape, every: IntArray) -> tuple[Piece, FloatArray]:
         """The piece of a trace, and how many times as long a trace of each drawn shape is.
@@ -201,9 +219,9 @@ class Covering:
                 other = self._freed(self._traced(further), freed, kept, further)
                 piece = continued(one, other, every)
                 piece.in_n(np.array([shape[1:]]))
-                at, own = loops[kept]
+                at, traced_turns = loops[kept]
                 [turns] = trace.base.expressions.evaluate(self._shapes, [at])
-                return piece, np.maximum(turns / own, 1)
+                return piece, np.maximum(turns / traced_turns, 1)
         return trace.piece(every), np.ones(len(self._shapes))
 
     def _of_fewer_turns(self, trace: Trace, shape: Shape, shapes: IntArray) -> Shape:
@@ -223,14 +241,17 @@ class Covering:
         return _middle(shapes[enough], turns.sum(axis=0)[enough])
 
     def _loops(self, trace: Trace) -> dict[Any, tuple[int, int]]:
-        """Equalities that fail at other shapes, as of a number of turns: expression and value."""
+        """The loops of a trace, by form: the expression of the turns, and how many were traced.
+
+        They are the equalities that fail at other drawn shapes.
+        """
         found = trace.equalities
-        values = trace.base.expressions.evaluate(self._shapes, [at for _, at, _ in found.values()])
-        pairs = zip(found.items(), values, strict=True)
-        return {form: (at, own) for (form, (_, at, own)), its in pairs if (its != own).any()}
+        turns = trace.base.expressions.evaluate(self._shapes, [at for _, at, _ in found.values()])
+        pairs = zip(found.items(), turns, strict=True)
+        return {form: (at, value) for (form, (_, at, value)), one in pairs if (one != value).any()}
 
     def _freed(self, trace: Trace, freed: list[Any], kept: Any, shape: Shape) -> Trace:
-        """The trace for any number of turns of some loops, but for one of them."""
+        """The trace for any number of turns of some loops, but with the turns it has of `kept`."""
         found = trace
         for loop in freed:
             if loop != kept:
@@ -254,12 +275,14 @@ class Covering:
         along_sizes = np.insert(np.unique(self._shapes[:, 1:], axis=0), 0, shape[0], axis=1)
         near = np.concatenate([self._shapes, along_sizes, along_n])
         loops = self._loops(trace)
-        wanted, own = zip(*loops.values(), strict=True)
-        more = np.array(trace.base.expressions.evaluate(near, wanted)) - np.array(own)[:, None]
-        mine = more[[*loops].index(loop)]
-        right = (mine >= _APART) & (np.count_nonzero(more, axis=0) == 1)
-        failed = trace.base.failed(near)  # most branches are the same
-        order = mine * (1 + len(failed)) + failed.sum(axis=0)
+        turns, traced_turns = zip(*loops.values(), strict=True)
+        found = np.array(trace.base.expressions.evaluate(near, turns))
+        more = found - np.array(traced_turns)[:, None]
+        further = more[[*loops].index(loop)]
+        right = (further >= _TURNS_APART) & (np.count_nonzero(more, axis=0) == 1)
+        # The fewest further turns; of as many, the shape at which most branches are the same.
+        failed = trace.base.failed(near)
+        order = further * (1 + len(failed)) + failed.sum(axis=0)
         return _middle(near[right], order[right])
 
     def _tested(
@@ -285,41 +308,43 @@ class Covering:
         harmful = [{row} for row, at in rows if piece.nodes[at][0] == "Equality"]
         bounds = {*range(shapes.shape[1])}  # that a coordinate is above 1, or that it is 1
         harmless: set[tuple[int, ...]] = set()
-        sets = _failing(piece, shapes)
+        failing = _failing(piece, shapes)
         weights = np.log(shapes).sum(axis=1)
-        common = Counter(one for one, out in zip(sets, left, strict=True) if out)
-        for one in sorted(common, key=lambda one: (len(one), -common[one])):
+        common = Counter(some for some, out in zip(failing, left, strict=True) if out)
+        # First, all conditions hold; then one fails, in most shapes first; then several fail.
+        for failed in sorted(common, key=lambda some: (len(some), -common[some])):
             # A set that needs other bytes does so together with further conditions.
-            is_harmful = any(some.issubset(one) for some in harmful)
-            if one and (is_harmful or not self._has_time()):
+            is_harmful = any(some.issubset(failed) for some in harmful)
+            if failed and (is_harmful or not self._has_time()):
                 continue
-            mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
-            mine = mine[np.argsort(weights[mine])]
-            of_few = mine[longer[mine] <= _FEW].tolist()
+            alike = [some == failed and out for some, out in zip(failing, left, strict=True)]
+            there = np.flatnonzero(alike)
+            there = there[np.argsort(weights[there])]
+            of_few = there[longer[there] <= _TESTED_TURNS_RATIO].tolist()
             # One shape is enough to test conditions that are each harmless.
-            known = len(one) > 1 and all((k,) in harmless for k in one)
+            known = len(failed) > 1 and all((row,) in harmless for row in failed)
             chosen = {*of_few[-1:]}
-            if not known and (not one or not bounds.issuperset(one)):
+            if not known and (not failed or not bounds.issuperset(failed)):
                 # The smallest shape at which each other sum is the peak.
                 tops = piece.tops(shapes[of_few]).tolist()
                 smallest = dict(zip(tops[::-1], of_few[::-1], strict=True))
                 chosen |= {k for top, k in smallest.items() if top != tops[-1]}
-            if one and not known:
-                more = 0 if bounds.issuperset(one) else len(of_few) // _SPREAD
+            if failed and not known:
+                more = 0 if bounds.issuperset(failed) else len(of_few) // _SHAPES_PER_TEST
                 chosen |= {*of_few[:: len(of_few) // (1 + more) or 1]}
-            if len(one) == 1 and of_few:  # late turns of a loop may differ from early ones
-                near = mine[longer[mine] <= far]
+            if len(failed) == 1 and of_few:  # late turns of a loop may differ from early ones
+                near = there[longer[there] <= far]
                 chosen |= {*near[np.lexsort((weights[near], longer[near]))].tolist()[-1:]}
             limited = sorted({self._limited(tuple(shapes[k].tolist())) for k in chosen})
-            tested = [shape for shape in limited if _failing(piece, [shape]) == [one]]
+            tested = [shape for shape in limited if _failing(piece, [shape]) == [failed]]
             off = [piece.bytes_at([shape])[0] / self._at(shape) - 1 for shape in tested]
-            if any(off) and not one:
+            if any(off) and not failed:
                 raise UntraceableError(f"the symbolic trace is off by {max(off, key=abs):+.2%}")
-            if one and (any(off) or not off):
-                harmful += [{*one}] if off else []
+            if failed and (any(off) or not off):
+                harmful += [{*failed}] if off else []
                 continue
-            left[mine] = False
-            harmless |= {one} if one else set()
+            left[there] = False
+            harmless |= {failed} if failed else set()
         return replace(piece, harmless=tuple(sorted(harmless)))
 
     def _limited(self, shape: Shape) -> Shape:
@@ -341,8 +366,8 @@ class Covering:
         some = self._shapes[left]
         one_more = some + np.eye(1, some.shape[1], dtype=np.int64)
         owner, _ = first_held(self.pieces, one_more)
-        are_held = (owner < len(self.pieces)) & (some[:, 0] * _POOR >= 1)
-        return bool(are_held.all()) and len(some) < _POOR * len(left)
+        are_held = (owner < len(self.pieces)) & (some[:, 0] * _POOR_SHARE >= 1)
+        return bool(are_held.all()) and len(some) < _POOR_SHARE * len(left)
 
     # The grid.
 
@@ -377,22 +402,23 @@ class Covering:
         """
         shapes = np.array([(probe.n, *probe.size) for probe in self.probes])
         real = np.array([probe.peak_bytes for probe in self.probes])
-        own = first_held(self.pieces, shapes)[0] == len(self.pieces)
+        in_grid = first_held(self.pieces, shapes)[0] == len(self.pieces)
         every, grid = replace(grid, jumps=grid.sizes), replace(grid, jumps=((),) * len(grid.sizes))
         above = every.with_jumps(shapes[:, 1:])
         between = shapes[:, 1:] < above
         for count in range(1, 1 + len(grid.sizes)):
             off, off_above = (abs(one.bytes_at(shapes) / real - 1) for one in (grid, every))
-            shown = own & (off > _OFF) & (off_above < off) & (between.sum(axis=1) == count)
+            shown = in_grid & (off > _GRID_ERROR) & (off_above < off)
+            shown &= between.sum(axis=1) == count
             each = zip(grid.jumps, above.T, between.T & shown, strict=True)
-            jumps = tuple((*{*known, *sizes[mine].tolist()},) for known, sizes, mine in each)
+            jumps = tuple((*{*known, *sizes[jump].tolist()},) for known, sizes, jump in each)
             grid = replace(grid, jumps=jumps)
         return grid
 
     def _limit(self, size: tuple[int, ...]) -> float:
         """The most seconds of a trace, by those of two samples of a size."""
         two = self._concrete.get((2, *size))
-        return math.inf if two is None else _LOOPING * max(two.seconds, _LEAST_SECONDS)
+        return math.inf if two is None else _GIVEN_UP_RATIO * max(two.seconds, _GIVEN_UP_SECONDS)
 
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
@@ -421,7 +447,7 @@ class Covering:
             most = min(self._ends.get(size, self.most_n), self.subject.most_samples(size))
             while known[n] < self.room and n < most:
                 each = max((known[n] - known[low]) / (n - low), 1)  # not far beyond the room
-                low, n = n, int(min(_FAR * n, n + 1 + (self.room - known[n]) / each, most))
+                low, n = n, int(min(_COLUMN_RATIO * n, n + 1 + (self.room - known[n]) / each, most))
                 try:
                     known[n] = self._at((n, *size), self._limit(size))
                 except UntraceableError:  # it loops over samples, or over their parts
@@ -450,10 +476,10 @@ class Covering:
                 break
             shape = self._limited(tuple(drawn))
             found, real = float(grid.bytes_at([shape])[0]), self._at(shape)
-            if abs(found / real - 1) > _OFF:
+            if abs(found / real - 1) > _GRID_ERROR:
                 grid = self._with_jumps(grid)
                 found = float(grid.bytes_at([shape])[0])
-            off = abs(found / real - 1) > _OFF and min(found, real) <= self.room
+            off = abs(found / real - 1) > _GRID_ERROR and min(found, real) <= self.room
             if off and self._has_time():
                 return shape
             shapes.append(shape)
@@ -462,7 +488,7 @@ class Covering:
         pairs = (guessed / every, every / guessed)
         high, low = (float((one - 1).max(initial=0.0)) for one in pairs)
         # Shapes that were not drawn may be further off, so up to 1 % more.
-        self.grid = replace(grid, raised=low + min(low, _OFF))
+        self.grid = replace(grid, raised=low + min(low, _GRID_ERROR))
         why = self.reason and f" ({self.reason})"
         known = f"up to {max(grid.ends):,} samples"
         if self._ends:
@@ -500,9 +526,9 @@ def _bent(column: dict[int, int]) -> set[int]:
     found, known = set(), sorted(column)
     for low, n, high in zip(known, known[1:], known[2:], strict=False):
         line = column[low] + (column[high] - column[low]) * (n - low) / (high - low)
-        if abs(line / column[n] - 1) > _BENT:
+        if abs(line / column[n] - 1) > _BENT_SHARE:
             pairs = ((low, n), (n, high))
-            found |= {math.isqrt(a * b) for a, b in pairs if b > _NEAR * a}
+            found |= {math.isqrt(a * b) for a, b in pairs if b > _FINE_RATIO * a}
     return found - column.keys()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from torchbudget.units import Amount, format_bytes
 
 Shape: TypeAlias = Sequence[int]
 OptimizerFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
+# Rows and columns of the matrix that an optimizer's state is traced for: so large that a step count
+# and factored moments, 516 bytes, are less than a byte for each element.
+_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +231,12 @@ def _state_bytes(
     """How many bytes an optimizer keeps for each element that it trains, by the element's dtype.
 
     SGD 0, with momentum the element's, Adam twice that, states of integers as many as these take;
-    the largest of all groups, without step counts and factored moments. It is found by one step on
-    a small matrix. An optimizer that is given is not stepped: another one is made of its class and
-    the options of its groups.
+    the largest of all groups, without step counts and factored moments. It is found by a trace of
+    one step on a matrix. An optimizer that is given is not stepped: another one is made of its
+    class and the options of its groups.
 
     Raises:
-        CostError: `optimizer` is not an optimizer, or it does not step on the matrix.
+        CostError: `optimizer` is not an optimizer, or it does not step on fake tensors.
     """
     if optimizer is None:
         return dict.fromkeys(dtypes, 0)
@@ -247,39 +250,39 @@ def _state_bytes(
     make: Any = optimizer
     groups: list[dict[str, Any]] = [{}]
     if isinstance(optimizer, torch.optim.Optimizer):
-        anywhere = {"fused": False, "capturable": False}  # these options may ask for a GPU
         make = type(optimizer)
+        anywhere = {"fused": False, "capturable": False}  # these options may ask for a GPU
         groups = [{**group, **anywhere} for group in optimizer.param_groups]
-    found = {}
     try:
-        for dtype in dtypes:
-            trial: torch.optim.Optimizer = make(
-                [{**group, "params": [_matrix(dtype)]} for group in groups]
-                if isinstance(optimizer, torch.optim.Optimizer)
-                else [_matrix(dtype)]
-            )
-            trial.step()
-            matrices: list[nn.Parameter] = [m for g in trial.param_groups for m in g["params"]]
-            each = [_nbytes_of_state(trial.state[m], m.numel()) // m.numel() for m in matrices]
-            found[dtype] = max(each)
+        return {
+            dtype: max(_traced_state_bytes(make, group, dtype) for group in groups)
+            for dtype in dtypes
+        }
     except Exception as error:
+        name = getattr(make, "__name__", repr(make))
         raise CostError(
-            "the size of the optimizer's state is unknown; pass the number of states that it keeps "
-            f"per parameter, as in optimizer=2: {type(error).__name__}: {error}"
+            f"the size of the state of {name} is unknown, since it does not step on fake tensors; "
+            "pass the number of states that it keeps per parameter, as in optimizer=2: "
+            f"{type(error).__name__}: {error}"
         ) from error
-    return found
 
 
-def _matrix(dtype: torch.dtype) -> nn.Parameter:
-    matrix = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
-    matrix.grad = torch.ones_like(matrix)
-    return matrix
+def _traced_state_bytes(
+    make: Callable[[list[Any]], torch.optim.Optimizer], group: dict[str, Any], dtype: torch.dtype
+) -> int:
+    """Bytes of a new optimizer's state for each element of a matrix, after its first step."""
+    with torch.inference_mode(False), torch.enable_grad():
+        matrix = nn.Parameter(torch.zeros(_ROWS, _ROWS, dtype=dtype))
+        matrix.grad = torch.zeros_like(matrix)
+        optimizer = make([{**group, "params": [matrix]}] if group else [matrix])
 
+        def step(_: None) -> None:
+            optimizer.step()
 
-def _nbytes_of_state(state: Any, least: int) -> int:
-    """Bytes of an optimizer's tensors that have at least so many elements."""
-    found = (one for one in tree_leaves(dict(state)) if isinstance(one, torch.Tensor))
-    return _nbytes(one for one in found if one.numel() >= least)
+        tracer = Tracer(step, lambda _: None, TrainingState(step), complete=False)
+        trace = tracer.concrete((1,))
+    living_bytes = int(trace.living([(1,)])[trace.starts[0] - 1, 0])
+    return (living_bytes - _nbytes([matrix, matrix.grad])) // matrix.numel()
 
 
 def _traced(

@@ -155,6 +155,10 @@ class Expressions:
     def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> FloatArray:
         """Each wanted expression as a polynomial in n that is nowhere smaller.
 
+        Bytes of a step are polynomials of degree 2 but for rounding: `64 · ⌈n · L / 64⌉` of a
+        block. Rounding is bounded first: here by `n · L + 63`. The bound at n = 2, 3 and 4 gives
+        the coefficients, and its values at other n show that it is a polynomial.
+
         Args:
             sizes: shape `(S, d)`.
             wanted: numbers of expressions.
@@ -165,7 +169,7 @@ class Expressions:
         Raises:
             UntraceableError: one is not bounded by such a polynomial.
         """
-        n = np.array([2, 3, 4, 1, 2**6, 2**12, 2**20], float)[:, None]
+        n = np.array([2, 3, 4, 1, 2**6, 2**12, 2**20], float)[:, None]  # the last four: a check
         found = self._bounded([n, *sizes.T], wanted, moving=0)
         most = np.array([np.broadcast_to(high, (len(n), len(sizes))) for _, high in found])
         two, three, four = most[:, 0], most[:, 1], most[:, 2]
@@ -184,7 +188,8 @@ class Expressions:
     ) -> list[tuple[Any, Any]]:
         """Lower and upper bounds of the wanted nodes.
 
-        Both are the value, unless it rounds the coordinate `moving`.
+        Both are the value itself, but of a node that rounds the coordinate `moving`. Of such a node
+        they are polynomials, of which the value is never outside.
         """
         needed = set(wanted)
         for at in range(max(needed, default=-1), -1, -1):
@@ -236,7 +241,19 @@ _BOUNDED: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", 
 
 
 def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
-    """The bounds of an operation, from those of its arguments; `divisor` is `None` if it moves."""
+    """The bounds of an operation on the number of samples, from those of its arguments.
+
+    Example: `n · L // 64` is at least `n · L / 64 − 63 / 64`, and at most `n · L / 64`; if L is a
+    multiple of 64, it is exactly that. `n · L % 64` is 0 to 63.
+
+    Args:
+        name: of the operation.
+        parts: a lower and an upper bound of each argument; the same object twice if it is exact.
+        divisor: the last argument; `None` if it depends on the number of samples.
+
+    Raises:
+        UntraceableError: no bound is a polynomial, as of a division by the number of samples.
+    """
     unrounded, taken, added = _ROUNDED.get(name, (name, 0, 0))
     if unrounded not in _BOUNDED:
         raise UntraceableError(f"{name} of the number of samples is no polynomial of it")

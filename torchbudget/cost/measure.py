@@ -230,7 +230,7 @@ def why_not(
                     return f"a trace of {shape} has {now:,} bytes, and had {before:,}"
         else:
             runs += some[:2]
-        with state.restored(contents=True):
+        with state.restored_after_runs():
             runner = StepRunner(subject)
             for probe in runs:
                 try:

@@ -1,4 +1,11 @@
-"""Parts of a cost: traces, expressions that hold for some shapes, and a grid for the others."""
+"""Parts of a cost: traces, pieces that hold for some shapes, and a grid for the others.
+
+A `Trace` records the storages of one traced step. Its `Piece` has the sums of storages that are the
+peak somewhere, as expressions of the shape, and the conditions under which the step allocates in
+the same way. A loop is traced twice, with other numbers of turns: `joined` and `continued` make one
+trace or piece of both that holds for any number. A `Grid` interpolates between shapes that were
+traced or run one by one.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +25,11 @@ from torchbudget.units import MAX_BYTES
 
 # Results of a piece for a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
-_CHUNK: Final = 2**10  # sizes at once
-_MOST_CELLS: Final = 10**7  # of arrays of moments by shapes
-_FEWER: Final = 4  # numbers of turns below those of a trace, each with a condition of its own
+_CHUNK: Final = 2**10  # sizes whose polynomials are computed at once
+_MOST_CELLS: Final = 10**7  # moments × shapes in one array
+# Fewer turns of a loop than were traced may take other bytes. So many numbers of turns below those
+# of the trace have a condition each, and each condition is tested by a trace of its own.
+_FEWER: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +221,10 @@ def _peaks(
 
 
 def joined(one: Trace, other: Trace) -> Trace:
-    """The trace for any value of the expression in which two traces differ.
+    """Return the trace for any value of the expression in which two traces differ.
 
-    Every number in it is linear in that value.
+    Both traces have the same events, and every number in them is linear in that value. Traces of
+    windows of 5 and of 8 samples may be joined so.
 
     Raises:
         UntraceableError: they differ in more than numbers.
@@ -230,62 +240,70 @@ def joined(one: Trace, other: Trace) -> Trace:
 
 
 def continued(one: Trace, other: Trace, shapes: npt.ArrayLike) -> Piece:
-    """The piece of a loop with any number of turns, from traces with two numbers of turns.
+    """Return the piece of a loop with any number of turns, from traces with two numbers of turns.
 
-    All events of the first trace are found in the second one, which has more turns somewhere
-    between them. Numbers that differ, in expressions and of storages, grow equally in each turn.
+    The second trace has all events of the first one, and those of its further turns between them.
+    Numbers that differ, in expressions and of storages, grow equally in each turn. Of a loop
+    `for chunk in x.split(100)`, traces of 500 and of 800 rows have 5 and 8 turns; their piece holds
+    for any number of rows.
 
     Args:
-        one: with the fewer turns.
-        other: with more turns.
+        one: the trace with fewer turns.
+        other: the trace with more turns.
         shapes: of which each has its peak among the sums that are kept, `(S, 1 + d)`.
 
     Raises:
         UntraceableError: the traces differ in another way.
     """
     turns = _Turns(one, other)
-    places = _placed(*_alike(one, other))
-    sums = set().union(*(turns.sums(its, shapes) for its in places))
-    return replace(turns.base(), sums=tuple(sorted(sums)))
+    found: set[int] = set()
+    for places in _placed(*_event_kinds(one, other)):
+        found |= turns.sums(places, shapes)
+    return replace(turns.base(), sums=tuple(sorted(found)))
 
 
-def _alike(*traces: Trace) -> list[IntArray]:
-    """A number for each event: the same for equal bytes, or for those that differ in integers."""
+def _event_kinds(*traces: Trace) -> list[IntArray]:
+    """A number for each event of each trace; events that may be the same have the same number.
+
+    They are allocations, or releases, of equal bytes. Bytes that only one of the traces has are
+    compared without their integers, which may grow with the number of turns.
+    """
     sizes = [[one.base.expressions.form(at, integers=True) for at in one.sizes] for one in traces]
-    both = set.intersection(*map(set, sizes))
-    found = []
-    for trace, its in zip(traces, sizes, strict=True):
-        forms = map(trace.base.expressions.form, trace.sizes)
-        found.append(
-            [size if size in both else form for size, form in zip(its, forms, strict=True)]
-        )
-    pairs = zip(traces, _numbered(*found), strict=True)
+    common = set.intersection(*map(set, sizes))
+    forms = []
+    for trace, exact in zip(traces, sizes, strict=True):
+        loose = map(trace.base.expressions.form, trace.sizes)
+        forms.append([a if a in common else b for a, b in zip(exact, loose, strict=True)])
+    pairs = zip(traces, _numbered(*forms), strict=True)
     return [trace.signs * (1 + numbers[trace.events]) for trace, numbers in pairs]
 
 
-def _numbered(*items: Sequence[Any]) -> list[IntArray]:
-    """A number for each item, the same for equal ones."""
+def _numbered(*lists: Sequence[Any]) -> list[IntArray]:
+    """A number for each item of each list, the same for equal items."""
     known: dict[Any, int] = {}
-    return [np.array([known.setdefault(one, len(known)) for one in some]) for some in items]
+    return [np.array([known.setdefault(item, len(known)) for item in items]) for items in lists]
 
 
-def _placed(one: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
-    """The places of one array's items in the other, from the first item on, and from the last."""
-    last = len(other) - 1
-    return _places(one, other), last - _places(one[::-1], other[::-1])[::-1]
+def _placed(short: IntArray, long: IntArray) -> tuple[IntArray, IntArray]:
+    """The place of each item of an array in a longer one, matched from the start and from the end.
+
+    From the start, the further turns of a loop come last; from the end, they come first.
+    """
+    last = len(long) - 1
+    return _places(short, long), last - _places(short[::-1], long[::-1])[::-1]
 
 
-def _places(one: IntArray, other: IntArray) -> IntArray:
-    """The place of each item of an array in the other one; only where they differ, it skips some.
+def _places(short: IntArray, long: IntArray) -> IntArray:
+    """The place of each item of an array in a longer one, which is skipped only where both differ.
 
     Raises:
-        UntraceableError: the other one has not all of them, in this order.
+        UntraceableError: the longer one does not have all items in this order.
     """
-    places, at, more = np.zeros_like(one), 0, len(other) - len(one)
-    for k, item in enumerate(one.tolist()):
-        if at > k + more or other[at] != item:
-            # Further items are here: the place from which most items are the same.
-            runs = [_run(one[k:], other[j:]) for j in range(at, k + more + 1)]
+    places, at, more = np.zeros_like(short), 0, len(long) - len(short)
+    for k, item in enumerate(short.tolist()):
+        if at > k + more or long[at] != item:
+            # Further turns begin here: go on where most of the following items are the same.
+            runs = [_equal_items(short[k:], long[j:]) for j in range(at, k + more + 1)]
             if not max(runs, default=0):
                 raise UntraceableError("a turn of the loop differs from the others")
             at += runs.index(max(runs))
@@ -294,99 +312,128 @@ def _places(one: IntArray, other: IntArray) -> IntArray:
     return places
 
 
-def _run(one: IntArray, other: IntArray) -> int:
-    """How many items are equal from the start on."""
-    most = min(len(one), len(other))
-    unequal = one[:most] != other[:most]
+def _equal_items(first: IntArray, second: IntArray) -> int:
+    """How many items of two arrays are equal, from their starts on."""
+    most = min(len(first), len(second))
+    unequal = first[:most] != second[:most]
     return int(unequal.argmax()) if unequal.any() else most
 
 
 class _Turns:
-    """Joins two traces that differ in the value of one expression, as in a loop's turns.
+    """Joins the expressions of two traces that differ in the value of one expression: the turns.
+
+    An integer that is the same in both traces stays. One that differs becomes linear in the number
+    of turns: of 5 turns and 500 rows, and of 8 turns and 800 rows, it is 100 · turns.
+
+    Args:
+        first: the trace with fewer turns.
+        second: the trace with more turns.
 
     Attributes:
-        joined: the expressions for any value.
+        joined: the expressions for any number of turns.
     """
 
-    def __init__(self, one: Trace, other: Trace) -> None:
-        self._one, self._other, self.joined = one, other, Expressions()
-        mine, its = one.equalities, other.equalities
-        # A turn may have conditions: those of the first ones are joined, and those of the last.
-        forms = ([*map(one.expressions.form, one.conditions)] for one in (one.base, other.base))
-        places = (enumerate(own.tolist()) for own in _placed(*_numbered(*forms)))
-        changed = [form for form in mine if form in its and mine[form][2] != its[form][2]]
+    def __init__(self, first: Trace, second: Trace) -> None:
+        self._first, self._second, self.joined = first, second, Expressions()
+        equalities, second_equalities = first.equalities, second.equalities
+        changed = [
+            form
+            for form, (_, _, value) in equalities.items()
+            if form in second_equalities and second_equalities[form][2] != value
+        ]
         if len(changed) != 1:
             raise UntraceableError("the traces have other conditions")
-        (row, turns, self._first), (its_row, same, second) = mine[changed[0]], its[changed[0]]
-        self._pairs = sorted({pair for own in places for pair in own} - {(row, its_row)})
-        self._more = 0
-        self._number = self.of(turns, same)
-        self._more = second - self._first
+        row, turns, self._turns = equalities[changed[0]]
+        second_row, second_turns, more = second_equalities[changed[0]]
+        # A turn may have conditions: those of the first turns are joined, and those of the last.
+        forms = ([*map(one.expressions.form, one.conditions)] for one in (first.base, second.base))
+        matched = (enumerate(places.tolist()) for places in _placed(*_numbered(*forms)))
+        pairs = {pair for places in matched for pair in places}
+        self._conditions = sorted(pairs - {(row, second_row)})
+        self._more = 0  # the turns themselves are joined as they are
+        self._number = self.of(turns, second_turns)
+        self._more = more - self._turns
 
-    def of(self, at: int, its: int) -> int:
-        """The joined expression of two: of the first trace, and of the second."""
-        mine, others = self._one.base.expressions, self._other.base.expressions
-        if mine.form(at) != others.form(its):
+    def of(self, at: int, second_at: int) -> int:
+        """Return the joined expression of one in the first trace and one in the second."""
+        first, second = self._first.base.expressions, self._second.base.expressions
+        if first.form(at) != second.form(second_at):
             raise UntraceableError("the traces have other expressions")
-        (name, *parts), (_, *same) = mine.nodes[at], others.nodes[its]
+        (name, *parts), (_, *second_parts) = first.nodes[at], second.nodes[second_at]
         if name == "int":
-            return self._rising(parts[0], same[0])
-        is_leaf = name in ("symbol", "float")
-        return self.joined.node(name, *(parts if is_leaf else map(self.of, parts, same)))
+            return self._linear(parts[0], second_parts[0])
+        if name in ("symbol", "float"):
+            return self.joined.node(name, *parts)
+        return self.joined.node(name, *map(self.of, parts, second_parts))
 
-    def _rising(self, first: int, second: int) -> int:
-        """A number that grows in each turn."""
+    def _linear(self, value: int, second_value: int) -> int:
+        """An integer that is linear in the number of turns, from its values in both traces."""
         node = self.joined.node
-        if first == second:
-            return node("int", first)
-        if not self._more or (second - first) % self._more:
+        if value == second_value:
+            return node("int", value)
+        if not self._more or (second_value - value) % self._more:
             raise UntraceableError("a number does not grow in each turn")
-        each = (second - first) // self._more
+        each = (second_value - value) // self._more
         grown = node("Mul", node("int", each), self._number)
-        return node("Add", node("int", first - each * self._first), grown)
+        return node("Add", node("int", value - each * self._turns), grown)
 
     def base(self) -> Piece:
-        """The conditions of both traces; in place of the equality, "at most" and "at least".
+        """Return the conditions of both traces, with "at most" and "at least" for the turns.
 
         Concrete traces may show that one of them does not matter. Fewer turns than were traced
         have a condition for each number of them, so that each is tested for itself.
         """
-        node, mine, its = self.joined.node, self._one.base, self._other.base
-        same = (self.of(mine.conditions[a], its.conditions[b]) for a, b in self._pairs)
-        fewer = _FEWER if len(self._one.events) < len(self._other.events) else 0
-        ends = range(max(self._first - fewer, 2), self._first + 1)
+        node, first, second = self.joined.node, self._first.base, self._second.base
+        both = (self.of(first.conditions[a], second.conditions[b]) for a, b in self._conditions)
+        fewer = _FEWER if len(self._first.events) < len(self._second.events) else 0
+        ends = range(max(self._turns - fewer, 2), self._turns + 1)
         least = (node("GreaterThan", self._number, node("int", end)) for end in ends)
-        most = node("LessThan", self._number, node("int", self._first))
-        conditions = (*same, *least, most)
-        flops = self.of(mine.flops, its.flops)
-        return replace(mine, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
+        most = node("LessThan", self._number, node("int", self._turns))
+        conditions = (*both, *least, most)
+        flops = self.of(first.flops, second.flops)
+        return replace(first, nodes=tuple(self.joined.nodes), conditions=conditions, flops=flops)
 
     def sums(self, places: IntArray, shapes: npt.ArrayLike) -> set[int]:
-        """The running sums that are the peak at one of many shapes, `(S, 1 + d)`.
+        """Return the running sums that are the peak at one of many shapes, `(S, 1 + d)`.
+
+        At each allocation of the first trace, each kind of storage lives so many times; in the
+        second trace, at the same allocation, some kinds live more often: so much for each turn.
 
         Args:
-            places: for each event of the first trace, the one of the second.
+            places: for each event of the first trace, the same one of the second.
             shapes: of the batch.
         """
-        one, other = self._one, self._other
-        made = np.flatnonzero(one.signs > 0)
-        pairs = [*zip(one.events[made].tolist(), other.events[places[made]].tolist(), strict=True)]
+        first, second = self._first, self._second
+        made = np.flatnonzero(first.signs > 0)
+        second_made = places[made]
+        # A kind of storage: its size in the first trace, and in the second.
+        pairs = [
+            *zip(first.events[made].tolist(), second.events[second_made].tolist(), strict=True)
+        ]
         kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
-        # Those of further turns are like others of the same size.
-        alike = {pair[1]: k for pair, k in kinds.items()}
-        if not alike.keys() >= {*other.events.tolist()}:
+        # Storages of further turns are like others of the same size.
+        by_size = {second_size: k for (_, second_size), k in kinds.items()}
+        if not by_size.keys() >= {*second.events.tolist()}:
             raise UntraceableError("a turn of the loop has other storages")
-        own, its = np.zeros_like(one.events), np.array([alike[k] for k in other.events.tolist()])
-        own[made] = its[places[made]] = [kinds[pair] for pair in pairs]
-        each = np.eye(len(kinds), dtype=np.int64)
-        mine = (each[own[one.made]] * one.signs[:, None]).cumsum(axis=0)[made]
-        others = (each[its[other.made]] * other.signs[:, None]).cumsum(axis=0)[places[made]]
-        if ((others - mine) % self._more).any():
+        kind = np.zeros_like(first.events)
+        second_kind = np.array([by_size[size] for size in second.events.tolist()])
+        kind[made] = second_kind[second_made] = [kinds[pair] for pair in pairs]
+        counts = _living_kinds(first, kind, len(kinds))[made]
+        more = _living_kinds(second, second_kind, len(kinds))[second_made] - counts
+        if (more % self._more).any():
             raise UntraceableError("the storages do not grow in each turn")
-        node, sizes = self.joined.node, [self.of(one.sizes[a], other.sizes[b]) for a, b in kinds]
-        further = node("Add", self._number, node("int", -self._first))
+        node = self.joined.node
+        sizes = [self.of(first.sizes[a], second.sizes[b]) for a, b in kinds]
+        further = node("Add", self._number, node("int", -self._turns))
         sizes += [node("Mul", further, at) for at in sizes]
-        return _peaks(self.joined, sizes, np.hstack([mine, (others - mine) // self._more]), shapes)
+        return _peaks(self.joined, sizes, np.hstack([counts, more // self._more]), shapes)
+
+
+def _living_kinds(trace: Trace, kind: IntArray, number: int) -> IntArray:
+    """How many storages of each kind live after each event: shape `(events, kinds)`."""
+    each = np.eye(number, dtype=np.int64)
+    living: IntArray = (each[kind[trace.made]] * trace.signs[:, None]).cumsum(axis=0)
+    return living
 
 
 def first_held(pieces: Sequence[Piece], shapes: IntArray) -> tuple[IntArray, npt.NDArray[np.int8]]:
@@ -455,8 +502,8 @@ class Grid:
         total = np.zeros(len(shapes))
         for columns, weight in self._corners(sizes):
             for column in np.unique(columns[weight > 0]).tolist():
-                mine = (columns == column) & (weight > 0)
-                total[mine] += weight[mine] * self._along(column, area[mine])
+                counted = (columns == column) & (weight > 0)
+                total[counted] += weight[counted] * self._along(column, area[counted])
         return total * (1 + self.raised)
 
     def known_at(self, sizes: IntArray) -> IntArray:
@@ -489,9 +536,9 @@ class Grid:
     def _corners(self, sizes: IntArray) -> Iterator[tuple[IntArray, FloatArray]]:
         """The columns around each size, and their weights, shape `(S,)`, corner by corner."""
         corners, shares = [], []
-        for nodes, own in zip(self.sizes, sizes.T, strict=True):
+        for nodes, lengths in zip(self.sizes, sizes.T, strict=True):
             known = np.array(nodes)
-            inside = np.clip(own, known[0], known[-1])
+            inside = np.clip(lengths, known[0], known[-1])
             below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
             above = np.minimum(below + 1, len(known) - 1)
             corners.append((below, above))
@@ -503,6 +550,7 @@ class Grid:
             yield np.ravel_multi_index(at, tuple(map(len, self.sizes))), weight
 
     def _along(self, column: int, area: FloatArray) -> FloatArray:
+        """Bytes of one column's size at the numbers of samples that have some areas."""
         if not self.numbers[column]:
             return np.full(len(area), 2.0**62)
         size = math.prod([*product(*self.sizes)][column])

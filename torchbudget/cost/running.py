@@ -1,13 +1,21 @@
-"""Real steps, from the smallest shape up and never over the budget: bytes that no trace sees."""
+"""Real steps, from the smallest shape up and never over the budget: bytes that no trace sees.
+
+`run_steps` chooses between two ways. With a trace, `_Runs.scaled` runs up to six shapes that fill
+the budget, and finds how many bytes are in use for each traced byte: a scale, and an offset.
+Without a trace, `_Runs.climbed` runs ever more samples of a few sizes, and makes a grid of their
+peaks. On a card, `reserve_of` then runs shapes in turn, which leave gaps between blocks.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any, Final
 
@@ -32,32 +40,29 @@ from torchbudget.units import format_bytes
 # Shares that runs aim at, of the memory that one sample leaves in the budget. The first run shows
 # how many bytes are in use for each traced byte: 1.32 in a U-Net, 1.69 in a 1-d convolution. The
 # last share leaves room for a surprise: of 9 models under 1 GiB, the largest run took 0.954.
-_NEW: Final = 0.5  # of a size of which no batch was run: its kernels may take other bytes
-_FEW: Final = 0.25  # of another size, to compare
-_NEAR: Final = 0.95
+_OF_NEW_SIZE: Final = 0.5  # of which no batch was run: its kernels may take other bytes
+_TO_COMPARE: Final = 0.25  # with runs of another size
+_FULL: Final = 0.95
 # Bytes in use for each traced byte, assumed before the first run.
 _GUESSED_SCALE: Final = 4 / 3
 _LEAST_MARGIN: Final = 1e-2
+# Without a trace: steps of 1.03 times the fit were seen.
+_LEAST_UNTRACED_MARGIN: Final = 3e-2
 # Peaks of one shape were seen to grow by up to 14.8 MiB after 50 others, without any tensor:
 # compiled kernels, gaps in the heap.
 _DRIFT_BYTES: Final = 16 * 2**20
-# Without a trace: steps of 1.03 times the fit were seen.
-_BLIND_MARGIN: Final = 3e-2
 # A process gains and loses this much without a cause in the step.
 _SEEN_BYTES: Final = 2**24
 # Of a step on images, three runs that grew by 80 MiB gave a scale of 1.046, seven 0.999; of an
 # encoder, three that grew by 580 MiB gave 1.008.
 _TELLING_BYTES: Final = 2**29
-# A slope that grows by no more is that of a line: it grew by 0.99 to 1.03 in runs of routed experts
-# and of an encoder, by 1.36 to 2.26 in those of a contrastive loss, which is quadratic.
-_LINEAR: Final = 1.15
 # Steps of each shape if draws may decide: of 6 layers that are each dropped with a chance of 0.1, a
 # step with all of them is among 8 in 999 of 1,000 cases.
-_DRAWS: Final = 8
-_MOST_CLIMBS: Final = 20  # runs of a size: routed experts took 8
+_STEPS_OF_DRAWS: Final = 8
+_MOST_RUNS: Final = 20  # of a size without a trace: routed experts took 8
 # Sizes on each of one or two axes that are run without a trace. With five sizes of routed experts,
 # other runs were off by 0.4 %, and with six by 0.7 %; five took 20 s of computing instead of 25.
-_BLIND_SIZES: Final = {1: 5, 2: 4}
+_UNTRACED_SIZES: Final = {1: 5, 2: 4}
 
 
 class ProbeOutOfMemoryError(Exception):
@@ -79,7 +84,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
     if subject.state.device.type == "cpu":
         trim_malloc()
         _warn_of_kernels(subject)
-    with subject.state.restored(contents=True), ExitStack() as stack:
+    with subject.state.restored_after_runs(), ExitStack() as stack:
         gc.collect()
         if not gc.get_freeze_count():  # collections are quick: they search only newer objects
             gc.freeze()
@@ -118,7 +123,7 @@ def _warn_of_kernels(subject: Subject) -> None:
 
 
 class StepRunner:
-    """Runs the step and reads its peak; to be used inside `TrainingState.restored(contents=True)`.
+    """Runs the step and reads its peak; to be used inside `TrainingState.restored_after_runs()`.
 
     On CUDA the allocator's cache is emptied before each shape, so that the peak of reserved bytes
     is the shape's own. Ranks whose steps wait for each other must make the same calls; the worst of
@@ -280,24 +285,38 @@ class StepRunner:
 
 @dataclass(slots=True)
 class _Runs:
-    """Runs of shapes so far, none of which was predicted to exceed the budget."""
+    """The runs of a step so far, none of which was predicted to exceed the budget.
+
+    Attributes:
+        subject: the step and its batches.
+        runner: makes the runs.
+        room: bytes that no run may exceed; less than the budget once a run did not fit.
+        known: the cost that predicts the next run: of traces, or of the runs so far.
+        probes: the runs and their peaks.
+    """
 
     subject: Subject
     runner: StepRunner
     room: int
-    known: MeasuredCost = field(init=False)  # of traces, or of the runs so far
+    known: MeasuredCost = field(init=False)
     probes: list[Probe] = field(default_factory=list)
 
     # With a trace: an offset and a scale.
 
     def scaled(self, traced: MeasuredCost) -> MeasuredCost:
-        """Run shapes that fill the budget, and fit an offset and a scale to them."""
+        """Run shapes that fill the budget, and fit an offset and a scale to them.
+
+        The first three runs are one sample of the smallest size, half a budget of the largest size,
+        and a quarter of a size between them. Unless these agree, three more are a full budget of
+        the largest size, half of the smallest, and half of another size between them. Runs of the
+        sizes in between are held out of the fit.
+        """
         self.known, domain = traced, self.subject.domain
         smallest, largest = map(domain.between, (0.0, 1.0))
         short, long = (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25))
         self._run_first(smallest)
         self._reach_for(largest)
-        self._reach_for(domain.between(short), _FEW, held_out=True)
+        self._reach_for(domain.between(short), _TO_COMPARE, held_out=True)
         # On the CPU, runs that fill the budget take most of the time, and could only raise a scale
         # above 1: none if these agree so closely that their error is small at twice the bytes, and
         # grew so much that changes without a cause hardly count.
@@ -366,13 +385,17 @@ class _Runs:
             )
         self.probes.append(first)
 
-    def _reach_for(self, size: Size, most: float = _NEAR, *, held_out: bool = False) -> None:
+    def _reach_for(self, size: Size, most: float = _FULL, *, held_out: bool = False) -> None:
         """Run a batch of a size that takes a share of the budget, by the largest scale seen."""
-        share = most if any(probe.size == size for probe in self.probes[1:]) else min(most, _NEW)
+        share = (
+            most
+            if any(probe.size == size for probe in self.probes[1:])
+            else min(most, _OF_NEW_SIZE)
+        )
         first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes[:1])
         scale = max(1.0, max(self._grown(self.probes), default=_GUESSED_SCALE))
         # A process may take most of a budget, so shares are of the rest.
-        target = min(first + share * (self.room - first), _NEAR * self.room)
+        target = min(first + share * (self.room - first), _FULL * self.room)
         wanted = int((target - first) / scale + tensors[0])
         n = int(self.known.capacity(size if len(size) > 1 else size[0], max(wanted, 0)))
         n = min(n, self.subject.most_samples(size))
@@ -402,21 +425,23 @@ class _Runs:
     def climbed(self) -> MeasuredCost:
         """Run ever larger batches of several sizes, until the budget is nearly filled.
 
-        The number of samples grows by a bound that is quadratic in it, until three runs are linear.
-        A size is begun if an earlier run bounds its first sample, by the square of their ratio.
+        From the smallest size to the largest, `_climb` runs each. The peaks are the columns of a
+        grid. Two sizes in between are held out of it, and give its margin.
         """
         domain = self.subject.domain
-        count = _BLIND_SIZES.get(domain.axes, 2)
-        nodes = domain.nodes(count)
+        nodes = domain.nodes(_UNTRACED_SIZES.get(domain.axes, 2))
         smallest = domain.between(0.0)
         self.subject.take_larger_mode(lambda: self.runner.attempt((1, smallest)))
         before = self.subject.state.draws()
         self._run_first(smallest)
         if self.subject.state.draws() != before:
-            self.subject.draws = _DRAWS
-            self.subject.warn(f"{_DRAWS} steps are run on each shape: {DRAWS}")
+            self.subject.draws = _STEPS_OF_DRAWS
+            self.subject.warn(f"{_STEPS_OF_DRAWS} steps are run on each shape: {DRAWS}")
         if 2 * self.probes[0].peak_bytes - self.runner.idle_bytes <= self.room:
             self.subject.check_left(lambda step, shape: step(self.subject.batch(shape)))
+            # If the first run was at a floor, the bytes of its sample are unknown. Two samples
+            # fit all the same: they need at most twice the bytes.
+            self._run(2, smallest)
         shapes = {domain.occurring((1, *size)) for size in product(*nodes)}
         for least, *size in sorted(shapes, key=lambda one: (math.prod(one[1:]), one)):
             self._climb((*size,), least)
@@ -425,67 +450,53 @@ class _Runs:
             self._reach_for(domain.between(share), held_out=True)
         self.probes = self.runner.settled(self.probes)
         cost = self._grid_cost(nodes)
-        return replace(cost, margin=self._margin(cost, _BLIND_MARGIN))
+        return replace(cost, margin=self._margin(cost, _LEAST_UNTRACED_MARGIN))
 
     def _climb(self, size: Size, least: int) -> None:
+        """Run ever more samples of a size, until still more could take over 0.95 of the budget."""
         runs = [probe for probe in self.probes if probe.size == size]
-        target = int(_NEAR * self.room)
         most = self.subject.most_samples(size)
-        for _ in range(_MOST_CLIMBS):
-            n = min(self._next(runs, target) if runs else self._begin(size, least), most)
-            if n < 1 or (runs and n <= runs[-1].n * 1.05):
-                return
-            if not self._run(n, size):
+        n = min(self._first_number(size, least), most)
+        for _ in range(_MOST_RUNS):
+            if runs:
+                numbers, fewest, bound = range(most + 1), runs[-1].n, partial(self._bound, runs)
+                n = bisect_right(numbers, _FULL * self.room, lo=fewest, key=bound) - 1
+            if n < 1 or (runs and n <= runs[-1].n * 1.05) or not self._run(n, size):
                 return
             runs.append(self.probes[-1])
 
-    def _begin(self, size: Size, least: int) -> int:
-        """The most samples that cannot need more than a run of other samples did.
+    def _first_number(self, size: Size, least: int) -> int:
+        """The most samples of a new size that cannot need more than a run of another size did.
 
-        At least the fewest that exist, if such a run bounds them below the budget; otherwise 0.
+        A size that is twice as long is taken to need up to four times the bytes. The number is at
+        least `least`, the fewest samples that the data has, if those bytes fit the budget.
+        Otherwise it is 0, and the size is not run.
         """
         idle, found = self.runner.idle_bytes, 0
         for probe in self.probes:
             pairs = zip(size, probe.size, strict=True)
             larger = math.prod(max(a / b, 1.0) for a, b in pairs) ** 2
             grown = max(probe.peak_bytes - idle, _SEEN_BYTES) / probe.n * larger
-            if idle + least**2 * grown * _LINEAR <= self.room:
+            if idle + least**2 * grown <= _FULL * self.room:
                 found = max(found, least, int(probe.n / larger))
         return found
 
-    def _next(self, runs: Sequence[Probe], target: int) -> int:
-        """The most samples that cannot need more than the target, judged by runs of this size.
+    def _bound(self, runs: Sequence[Probe], n: int) -> float:
+        """The most bytes that n samples of a size need, at least as many as in its last run.
 
-        Bytes are taken to grow as n², until three runs have shown that they are nearly linear; but
-        as n from one to two of the smallest samples, of which a floor may hide the bytes.
+        Bytes are taken to grow as n² after the last but one run, or after no sample at all where a
+        floor hides the bytes of that run. Three runs show more, the slope and how it rises: they
+        are continued as a parabola, or as a line if they bend down.
         """
-        last = runs[-1]
-        if self._is_linear(runs):  # a parabola of all three, or a line if they bend down
-            left = max(target - last.peak_bytes, 0)
+        last, few, fewer_bytes = runs[-1], 0, self.runner.idle_bytes
+        if len(runs) > 2 and runs[-2].peak_bytes - runs[-3].peak_bytes >= _SEEN_BYTES:
             before, slope = map(_slope, runs[-3:], runs[-2:])
-            square = max(slope - before, 0.0) / (last.n - runs[-3].n)
-            slope = max(slope, before)
-            slope += square * (last.n - runs[-2].n)
-            return int(last.n + 2 * left / (slope + math.sqrt(slope**2 + 4 * square * left)))
-        most = last.n**2 + (target - last.peak_bytes) / self._square(runs)
-        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if last is self.probes[0] else 0)
-
-    def _square(self, runs: Sequence[Probe]) -> float:
-        """The bytes that each unit of n² added between the last two runs.
-
-        If the earlier one was at the floor, its own bytes are unknown: all but idle ones are added.
-        """
-        last, few, fewer = runs[-1], 0, self.runner.idle_bytes
-        if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES:
-            few, fewer = runs[-2].n, runs[-2].peak_bytes
-        return float(max(last.peak_bytes - fewer, _SEEN_BYTES) / (last.n**2 - few**2))
-
-    def _is_linear(self, runs: Sequence[Probe]) -> bool:
-        """Whether the last three runs lie nearly on a line, or below one."""
-        if len(runs) < 3 or runs[-2].peak_bytes - runs[-3].peak_bytes < _SEEN_BYTES:
-            return False
-        before, slope = map(_slope, runs[-3:], runs[-2:])
-        return slope <= _LINEAR * before
+            rise = max(slope - before, 0.0) / (last.n - runs[-3].n)
+            return last.peak_bytes + (n - last.n) * (max(slope, before) + rise * (n - runs[-2].n))
+        if len(runs) > 1 and runs[-2].peak_bytes - self.probes[0].peak_bytes >= _SEEN_BYTES:
+            few, fewer_bytes = runs[-2].n, runs[-2].peak_bytes
+        each = max(last.peak_bytes - fewer_bytes, _SEEN_BYTES) / (last.n**2 - few**2)
+        return float(last.peak_bytes + each * (n**2 - last.n**2))
 
     def _grid_cost(self, nodes: Sequence[Sequence[int]]) -> MeasuredCost:
         domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
@@ -494,20 +505,19 @@ class _Runs:
         run = [size for size in made if any(p.size == made[size] for p in fitted)]
         sizes = [tuple(sorted({one[k] for one in run})) for k in range(domain.axes)]
         floor = min(probe.peak_bytes for probe in fitted)
-        most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
-        columns, ends = [], []  # a size whose runs were linear continues by its own slope
+        most, reached = 2 * max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
+        columns = []
         for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == made[size]), key=lambda p: p.n)
             n = [0, *(probe.n for probe in runs)]
-            peaks = np.maximum.accumulate([floor, *(probe.peak_bytes for probe in runs)]).tolist()
-            ends.append(most)
-            if runs and not self._is_linear(runs):  # up to twice as many, by the bound of the climb
-                peaks.append(peaks[-1] + 3 * n[-1] ** 2 * self._square(runs))
+            peaks = [floor, *(float(probe.peak_bytes) for probe in runs)]
+            while runs and n[-1] < most:  # a size continues by the bound of the climb
                 n.append(2 * n[-1])
-                ends[-1] = n[-1]
-            columns.append((tuple(n), tuple(map(float, peaks))) if runs else ((), ()))
+                peaks.append(self._bound(runs, n[-1]))
+            rising = np.maximum.accumulate(peaks).tolist()
+            columns.append((tuple(n), tuple(rising)) if runs else ((), ()))
         numbers, values = zip(*columns, strict=True)
-        grid = Grid(tuple(sizes), numbers, values, tuple(ends), reached)
+        grid = Grid(tuple(sizes), numbers, values, (most,) * len(columns), reached)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),
@@ -522,9 +532,9 @@ def _slope(one: Probe, other: Probe) -> float:
 # Shapes that take turns on a card. One step's blocks leave gaps, up to a quarter of the tensors'
 # bytes, and more in some shapes than in others: of 160 shapes of a decoder, replayed by the rules
 # of torch's allocator, the first 20 reserve 0.99 of the most.
-_TURNS: Final = 24
+_SHAPES_IN_TURN: Final = 24
 # Shares of the budget that alternating shapes aim at: smaller ones if larger ones do not fit.
-_SHARES: Final = (1.0, 0.85, 0.7, 0.5)
+_SHARES_IN_TURN: Final = (1.0, 0.85, 0.7, 0.5)
 
 
 def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: int) -> int:
@@ -536,14 +546,14 @@ def reserve_of(cost: MeasuredCost, runner: StepRunner, subject: Subject, room: i
     memory = runner.memory
     if memory is None:
         return 0
-    drawn = np.random.default_rng(0).permutation(subject.domain.draw(_TURNS, 1)[:, 1:])
+    drawn = np.random.default_rng(0).permutation(subject.domain.draw(_SHAPES_IN_TURN, 1)[:, 1:])
     sizes = [(*size,) for size in drawn.tolist()]
     asked = drawn if cost.axes > 1 else drawn[:, 0]
     most = [subject.most_samples(size) for size in sizes]
     fraction = memory.source.figures().fraction
     memory.limit(room)
     try:
-        for share in _SHARES:
+        for share in _SHARES_IN_TURN:
             n = np.minimum(cost.capacity(asked, int(share * room)), most)
             shapes = [(one, size) for one, size in zip(n.tolist(), sizes, strict=True) if one]
             with suppress(ProbeOutOfMemoryError):

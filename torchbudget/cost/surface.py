@@ -1,9 +1,20 @@
 """The bytes of every shape, monotone, as a table of polynomials in n for each size.
 
-At each size a row is `c₀ + c₁·m + c₂·m²`, with m = n − first, from a first number of samples to a
-last one. Below the first it says nothing; above the last it stays at its last value. The largest
-row counts. Each coefficient is the running maximum over all shorter sizes, so neither more samples
-nor longer ones ever cost less.
+A planner asks for the capacities of millions of sizes at once, and relies on bytes that never fall.
+Pieces are too slow for that, and their bytes may fall: where a longer size has one more chunk, or
+where another piece begins. So a `Surface` is made of them once.
+
+A row of the table has a polynomial for each size, and holds from a first number of samples to a
+last one. At n samples it is `c₀ + c₁·m + c₂·m²`, with m = n − first. Below the first number it says
+nothing; above the last one it stays at its last value. The largest row counts. Each coefficient is
+the running maximum over all shorter sizes, so neither more samples nor longer ones ever cost less.
+
+Example: a step needs 500 + 10·n·L bytes, and sizes are 1 to 4. The table has one row, from 1 sample
+on, with the constants 510, 520, 530, 540 and the slopes 10, 20, 30, 40. At L = 3, n = 5 it is
+530 + 4 · 30 = 650 bytes; in 1000 bytes, 1 + (1000 − 530) // 30 = 16 samples fit.
+
+To change the sizes of the table, see `levels_of`; how rows are made of pieces and of a grid,
+`Surface.of`; what is asked of them, `batch_bytes` and `capacities`.
 """
 
 from __future__ import annotations
@@ -30,9 +41,9 @@ _OF_MANY_AXES: Final = 2**18
 # Rows begin at these numbers of samples, and at one in between if another piece begins there at one
 # of some sizes. A piece that holds at `_ANY_N` is taken to hold for every larger n.
 _STARTS: Final = tuple(sorted({round(2 ** (k / 4)) for k in range(81)}))
-_SOME: Final = 64
+_SEARCHED_SIZES: Final = 64
 _ANY_N: Final = 2 * _STARTS[-1]
-_NOTHING: Final = -(2.0**62)
+_NOTHING: Final = -(2.0**62)  # the constant of a row that says nothing of a size
 _LARGE: Final = 2**62  # bytes from here on count as too many for any budget
 
 
@@ -88,8 +99,11 @@ class Surface:
             offset: bytes beside the traced ones.
             scale: of the traced bytes.
         """
+        # Each column of the table is a point: one size on each axis.
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
         reached = 0 if grid is None else max(grid.ends)
+        # Numbers of samples fall into intervals. `owner` is the piece that holds at both ends of
+        # each interval, `(intervals, 2, points)`; `len(pieces)` if none does.
         starts = np.array(sorted({*_STARTS, max(reached, 1), *_changes(pieces, points)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)], axis=1)
@@ -104,7 +118,8 @@ class Surface:
                 places = _filled(places.swapaxes(0, axis), -1).swapaxes(0, axis)
             known = np.where(places < 0, every, places).ravel()
             points, owner = points[known], owner[..., known]
-        # The first and the last n of a row, and the row.
+        # The rows: the first and the last n of each, and its coefficients. Consecutive intervals in
+        # which a piece holds at the same sizes are one row for each of its sums.
         found: list[tuple[int, int, FloatArray]] = []
         for at, piece in enumerate(pieces):
             active = (owner == at).any(axis=1)
@@ -115,17 +130,20 @@ class Surface:
                     rising[1:] = np.maximum(rising[1:], 0)
                     row = _running_maximum(rising, active[first], shape)
                     found.append((int(starts[first]), int(ends[last]), row))
+        # Where no piece holds, the grid has a line for each interval, up to its last samples.
         missing = (owner == len(pieces)).any(axis=1)
         for k in np.flatnonzero(missing.any(axis=1) & (starts <= reached)).tolist():
             if grid is not None:
                 span = int(starts[k]), min(int(ends[k]) + 1, reached)
                 found.append((*span, _line(grid, points, missing[k], span, shape)))
+        # Bytes are known up to the first interval that neither a piece nor the grid has.
         traced = np.zeros(len(points), np.int64) if grid is None else grid.known_at(points)
         unknown = missing & (starts[:, None] >= traced)
         before = starts[np.maximum(unknown.argmax(axis=0) - 1, 0)]
         most = np.maximum(np.where(unknown.any(axis=0), before, MAX_BYTES), traced).reshape(shape)
         for axis in range(len(shape)):
             most = np.minimum.accumulate(most, axis=axis)
+        # Of the bytes that were traced, those in use: whole bytes, rounded up.
         rows = np.array([row for *_, row in found])
         rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
         rows[:, 1:] *= scale
@@ -138,28 +156,13 @@ class Surface:
             rows,
             most.ravel(),
             floor,
-        ).pruned()
+        )
         if grid is None or grid.reached == MAX_BYTES:
             return surface
-        # Bytes of each sample have been rounded up.
+        # A grid of runs says nothing beyond the most bytes that were reached. Bytes of each sample
+        # have been rounded up.
         fitting = surface.capacities(int(grid.reached * scale + offset) + max(grid.ends) + 1)
         return replace(surface, most=np.minimum(surface.most, fitting))
-
-    def pruned(self) -> Surface:
-        """Without rows that another one is nowhere below."""
-        kept: list[int] = []
-        order = sorted(range(len(self.rows)), key=lambda k: (self.starts[k], -self.ends[k]))
-        for k in order:
-            covered = any(
-                self.starts[j] <= self.starts[k]
-                and self.ends[j] >= self.ends[k]
-                and (moved(self.rows[j], self.starts[k] - self.starts[j]) >= self.rows[k]).all()
-                for j in kept
-            )
-            if not covered:
-                kept.append(k)
-        starts, ends, rows = self.starts[kept], self.ends[kept], self.rows[kept]
-        return replace(self, starts=starts, ends=ends, rows=rows)
 
     def place(self, padded_size: ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """The column of each size, rounded up, and which are beyond the largest, of shape `(…)`.
@@ -262,7 +265,7 @@ def _owners(pieces: Sequence[Piece], numbers: IntArray, points: IntArray) -> Int
 
 def _changes(pieces: Sequence[Piece], points: IntArray) -> list[int]:
     """Numbers of samples at which another piece begins, up to one between two of `_STARTS`."""
-    some = points[np.linspace(0, len(points) - 1, _SOME).astype(int)]
+    some = points[np.linspace(0, len(points) - 1, _SEARCHED_SIZES).astype(int)]
     found: list[int] = []
     for first, end in pairwise(_STARTS):
         low, high = np.full(len(some), first), np.full(len(some), end)

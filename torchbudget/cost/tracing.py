@@ -282,7 +282,7 @@ class Tracer:
     def _undisturbed(self) -> Iterator[None]:
         """Restore references at the end; free tensors by reference counts only."""
         state = self.state
-        with state.restored(contents=False), ExitStack() as stack:
+        with state.restored_after_traces(), ExitStack() as stack:
             if self.target.type == "cuda" and state.device.type == "cpu":
                 stack.enter_context(as_on_cuda(state))
             # The compiler would remember that it cannot compile under fake tensors.

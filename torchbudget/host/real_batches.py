@@ -23,7 +23,7 @@ from torchbudget.data.collate.collates import IDS, PackCollate, PadCollate
 from torchbudget.data.collate.columns import FieldPath, key_of, show, take_apart
 from torchbudget.data.collate.layouts import ATTENTION_MASK, PaddedLayout
 from torchbudget.data.sizes.key import SizeKey, sizes_one_by_one
-from torchbudget.data.sizes.sizes_of import SizeDataset, shape_of, sizes_of, spread
+from torchbudget.data.sizes.sizes_of import SizeDataset, ragged_axes, shape_of, sizes_of, spread
 from torchbudget.errors import CollateError, CostError, OptionError, SizesError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import MapStyle
@@ -277,9 +277,8 @@ def _fields(dataset: MapStyle) -> list[_Field]:
         ) from error
     fields = []
     for one in found:
-        columns = [*zip(*map(_shape, one.values), strict=False)]
-        differing = [lengths for lengths in columns if len({*lengths}) > 1]
-        ragged = {lengths: columns.index(lengths) for lengths in differing}
+        shapes = [*map(_shape, one.values)]
+        columns, ragged = [*zip(*shapes, strict=False)], ragged_axes(shapes)
         fixed = [(k, lengths[0]) for k, lengths in enumerate(columns) if lengths not in ragged]
         fields.append(_Field(one.path, len(columns), ragged, fixed, one.kind == "text"))
     return fields

@@ -103,7 +103,7 @@ def process_memory(
     >>> 0 < memory.unreclaimable_bytes <= memory.proportional_bytes <= memory.resident_bytes
     True
     """
-    folder = root / "proc" / ("self" if pid is None else str(pid))
+    folder = _folder(pid, root)
     status = read_fields(folder / "status")
     if "Pid" not in status:
         raise MachineError(f"cannot read {folder / 'status'}: no such process, or no Linux /proc")
@@ -236,7 +236,7 @@ def process_pages(pid: int | None = None) -> ProcessPages:
     >>> 0 < pages.private <= pages.anonymous < pages.resident
     True
     """
-    folder = ROOT / "proc" / ("self" if pid is None else str(pid))
+    folder = _folder(pid)
     status, sums = read_fields(folder / "status"), read_fields(folder / "smaps_rollup")
     if "RssAnon" not in status or "Private_Dirty" not in sums:
         raise MachineError(f"cannot read {folder}: no such process, or no Linux /proc")
@@ -261,13 +261,16 @@ def mapped_data_bytes(pid: int | None = None, *, field: str = "Rss:") -> int:
     """
     resident: dict[str, int] = {}
     libraries = set()
-    folder = ROOT / "proc" / ("self" if pid is None else str(pid))
-    for (_, rights, *_, path), own_bytes in _mapping_bytes(folder, field):
+    for (_, rights, *_, path), own_bytes in _mapping_bytes(_folder(pid), field):
         if "x" in rights:
             libraries.add(path)
         if path.startswith("/") and not path.startswith(_LIBRARY):
             resident[path] = resident.get(path, 0) + own_bytes
     return sum(size for path, size in resident.items() if path not in libraries)
+
+
+def _folder(pid: int | None, root: Path = ROOT) -> Path:
+    return root / "proc" / ("self" if pid is None else str(pid))
 
 
 def _mapping_bytes(folder: Path, field: str) -> Iterator[tuple[list[str], int]]:
@@ -322,7 +325,7 @@ def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = R
     found_bytes = 0
     for pid in pids:
         with suppress(MachineError):
-            for mapping, own_bytes in _mapping_bytes(root / f"proc/{pid}", "Pss:"):
+            for mapping, own_bytes in _mapping_bytes(_folder(pid, root), "Pss:"):
                 found_bytes += own_bytes if mapping[3:5] == wanted else 0
     return found_bytes
 

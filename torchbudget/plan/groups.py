@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
-from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.plan.permutation import Purpose, shuffled_keys
 
 
 class Labels(NamedTuple):
@@ -115,7 +115,7 @@ class Members:
         if key is None:
             return int(np.flatnonzero(left)[0])
         seed, *path = key
-        word = shuffled_keys(seed, *path, Stream.GROUPS, numbers=np.array([sum(done)]))[0]
+        word = shuffled_keys(seed, *path, Purpose.GROUPS, numbers=np.array([sum(done)]))[0]
         return int(np.searchsorted(np.cumsum(left), int(word) * total >> 64, side="right"))
 
 

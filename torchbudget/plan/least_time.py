@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import Windows
@@ -43,6 +44,8 @@ def with_least_time(
     The time of a window is that of its slowest rank; if ranks wait for each other every round, the
     sum over its rounds of the slowest one's.
 
+    A measured cost has a time of its own, for rules that have none.
+
     Args:
         rules: of a micro-batch, without a cap on time.
         windows: sizes of some windows' samples, shape `(S,)` or `(S, d)`, and their labels.
@@ -53,6 +56,8 @@ def with_least_time(
         The same rules and strips where no cap is faster, or none can be: there is no time, single
         samples take no longer than together, or micro-batches are packed or have given shapes.
     """
+    if rules.time is None and isinstance(rules.cost, MeasuredCost) and rules.cost.seconds:
+        rules = replace(rules, time=rules.cost.time)
     if rules.time is None or rules.packing is not None or rules.max_shapes is not None:
         return rules, strips
     every = rules.padded(np.concatenate([sizes for sizes, _ in windows]))

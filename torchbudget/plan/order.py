@@ -14,7 +14,7 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
 from torchbudget.plan.groups import NO_LABELS, NONE, Labels, Members, numbered, unit_labels
 from torchbudget.plan.oversize import Oversize, skipped_samples
-from torchbudget.plan.permutation import Permutation, Stream, random_words
+from torchbudget.plan.permutation import Permutation, Purpose, random_words
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 
@@ -174,11 +174,11 @@ class Order:
         return found if self.units is None else self.units.samples(found)
 
     def _items(self, first: int, number: int, start: int, stop: int) -> IntArray:
-        groups, key = self.groups, (first, Stream.PASS, number)
+        groups, key = self.groups, (first, Purpose.PASS, number)
         places = np.arange(start, stop)
         if self._cumulative is not None:
             words = random_words(
-                self.seed, first, Stream.DRAW, number, start=start, count=len(places)
+                self.seed, first, Purpose.DRAW, number, start=start, count=len(places)
             )
             total = self._cumulative[-1]
             # Words as floats in [0, 1), by their upper 53 bits.

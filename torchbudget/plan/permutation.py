@@ -24,8 +24,8 @@ from torchbudget.cost.protocol import IntArray
 WordArray: TypeAlias = npt.NDArray[np.uint64]
 
 
-class Stream(IntEnum):
-    """The random streams of one seed: a part of each stream's key, so that no two are alike."""
+class Purpose(IntEnum):
+    """Purposes of random words: a part of the key of each, so that no two draw the same words."""
 
     PASS = 0  # the permutation of a pass over the data set
     DRAW = 1  # independent draws

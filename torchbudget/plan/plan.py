@@ -180,7 +180,7 @@ class Plan:
         """
         return Plan(
             self.sizes,
-            rules or replace(self.rules, most_time=None),
+            replace(rules or self.rules, most_time=None),
             self.order,
             replace(self.ranks, **ranks),
             window=window if "number" in ranks else self.window_samples,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torchbudget.cost.surface import Surface
 from torchbudget.display import aligned
 from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.order import Order
@@ -55,6 +56,9 @@ class PlanReport:
         windows: number of windows of the epoch; 0 for a stream.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the ranks' mean bytes; 1 is
             even. With `time=`, the same in the unit of that model.
+        fullest: bytes of the fullest micro-batch / budget.
+        epoch_s: predicted seconds of all micro-batches on the slowest rank of each step, by the
+            measured time of the cost; `None`: the plan has another time, or none.
         dropped: number of samples that `drop_last` drops.
         masked_rows: number of rows without a sample, with `max_shapes`; `None` without it.
     """
@@ -74,6 +78,8 @@ class PlanReport:
     skipped: int
     windows: int = 0
     imbalance: float = 1.0
+    fullest: float = 0.0
+    epoch_s: float | None = None
     dropped: int = 0
     masked_rows: int | None = None
 
@@ -84,12 +90,16 @@ class PlanReport:
         each = self.samples / max(self.steps, 1)
         by_axis = f" ({', '.join(axes)} by axis)" if len(axes) > 1 else ""
         on_ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        seconds = self.epoch_s or 0.0
+        time = f"{seconds:,.1f} s, {seconds / max(self.steps, 1):.3g} s a step"
         left_out = f"{self.dropped:,} dropped, {self.skipped:,} skipped"
         rows = [
             ("micro-batches", f"{self.batches:,}{on_ranks}"),
             ("samples", f"{self.samples:,}, {self.smallest:,} to {self.largest:,} in a batch"),
             ("optimizer steps", f"{self.steps:,} of {each:,.1f} samples" if self.windows else ""),
             *(self._row(limit) for limit in self.limits),
+            ("fullest micro-batch", f"{self.fullest:.1%} of the budget" if seconds else ""),
+            ("predicted time", time if seconds else ""),
             ("padded elements", f"{self.elements:,}"),
             ("padding of elements", f"{self.padding:.1%}{by_axis}"),
             ("masked rows", f"{self.masked_rows:,}" if self.masked_rows is not None else ""),
@@ -130,7 +140,7 @@ def plan_report(
     """
     batches = samples = over_budget = largest = steps = windows = 0
     smallest = np.iinfo(np.int64).max
-    costliest = mean = 0.0
+    costliest = mean = fullest = 0.0
     caps = [limit for limit in rules.limits if limit.name != "max_shapes"]
     used, ended = np.zeros(len(caps)), np.zeros(len(caps))
     amounts = np.array([max(limit.amount, 1) for limit in caps], np.float64)
@@ -143,9 +153,10 @@ def plan_report(
         smallest, largest = min(smallest, int(taken.min())), max(largest, int(taken.max()))
         uses = np.array([block.used(rules, limit) for limit in caps])
         over_budget += int(np.count_nonzero(uses[0] > rules.budget_bytes))
+        fullest = max(fullest, float(uses[0].max() / amounts[0]))
         used += uses.sum(axis=1, dtype=np.float64)
-        fullest = (uses / amounts[:, None]).argmax(axis=0)
-        ended += np.bincount(fullest, minlength=len(amounts))
+        nearest = (uses / amounts[:, None]).argmax(axis=0)
+        ended += np.bincount(nearest, minlength=len(amounts))
         own = block.sizes.reshape(len(block.sizes), -1)
         real += own.sum(axis=0, dtype=np.float64)
         if rules.packing is None:
@@ -183,6 +194,8 @@ def plan_report(
         windows=windows,
         ranks=ranks.number,
         imbalance=costliest / mean if mean else 1.0,
+        fullest=fullest,
+        epoch_s=costliest / 1e9 if isinstance(rules.time, Surface) else None,
         dropped=order.samples - samples,
         skipped=len(order.skipped),
         masked_rows=all_rows - samples if rules.shapes else None,

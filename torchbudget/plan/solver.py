@@ -63,7 +63,7 @@ from torchbudget.plan.pack import (
     spread,
     work_of,
 )
-from torchbudget.plan.permutation import Stream, random_words, shuffled_keys
+from torchbudget.plan.permutation import Purpose, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.plan.shapes import RoundWindow
 from torchbudget.units import MAX_BYTES
@@ -103,7 +103,7 @@ class WindowKey:
         """
         first = np.repeat(self.places - (np.cumsum(rounds) - rounds), rounds)
         numbers = first + np.arange(len(first))
-        words = shuffled_keys(self.seed, *self.path, Stream.ROUNDS, numbers=numbers)
+        words = shuffled_keys(self.seed, *self.path, Purpose.ROUNDS, numbers=numbers)
         # The window in the upper bits, so that one sort does.
         bits = np.uint64(len(rounds).bit_length())
         window = np.repeat(np.arange(len(rounds), dtype=np.uint64), rounds)
@@ -120,7 +120,7 @@ class WindowKey:
             rounds: number of rounds in each window, shape `(windows,)`.
         """
         ranks = places.shape[1]
-        offset = int(random_words(self.seed, Stream.TURNS, count=1)[0] % np.uint64(ranks))
+        offset = int(random_words(self.seed, Purpose.TURNS, count=1)[0] % np.uint64(ranks))
         turns = np.repeat((self.numbers + offset) % ranks, rounds)[:, None]
         return np.take_along_axis(places, (np.arange(ranks) + turns) % ranks, axis=1)
 

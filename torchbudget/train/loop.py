@@ -289,7 +289,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
     runs: list[WarmUp] = []
     if state.device.type == "cuda":
         device_memory(state.device).source.empty_cache()
-    with state.restored(contents=True):
+    with state.restored_after_runs():
         for name, indices in sampler.extremes().items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
             if not runs:

@@ -209,7 +209,7 @@ def check_first_axis(
     for field, lengths in zip(fields, sizes.reshape(len(sizes), -1).T, strict=True):
         parts = [_part(sample, field) for sample in samples]
         shapes = list(map(shape_of, parts))
-        axis = _ragged_axis(shapes)
+        axis = _uncounted_axis(shapes)
         is_same = (lengths == lengths[0]).all()
         if axis is None or not (is_same or (option == "key" and hasattr(parts[0], "shape"))):
             continue
@@ -233,12 +233,28 @@ def _part(sample: Any, field: Any) -> Any:
     return sample if field is None else sample[field]
 
 
-def _ragged_axis(shapes: list[tuple[int, ...]]) -> int | None:
-    """The first later axis in which arrays differ, unless it only grows with the first axis."""
-    if len(set(map(len, shapes))) == 1:
-        for axis in range(1, len(shapes[0])):
-            pairs = sorted({(shape[0], shape[axis]) for shape in shapes if shape[0]})
-            if not all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(pairs)):
+def ragged_axes(shapes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Return each axis along which arrays differ, by their lengths there, of shape `(n,)`.
+
+    Of axes that have the same length in each array, it is the first one.
+
+    >>> ragged_axes([(1, 5, 5), (1, 7, 7)])
+    {(5, 7): 1}
+    """
+    found: dict[tuple[int, ...], int] = {}
+    for axis, lengths in enumerate(zip(*shapes, strict=False)):
+        if len({*lengths}) > 1:
+            found.setdefault(lengths, axis)
+    return found
+
+
+def _uncounted_axis(shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """The first later axis along which arrays differ, unless it only grows with the first one."""
+    if len({*map(len, shapes)}) == 1:
+        for lengths, axis in ragged_axes(shapes).items():
+            every = zip(shapes, lengths, strict=True)
+            pairs = sorted({(shape[0], length) for shape, length in every if shape[0]})
+            if axis and not all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(pairs)):
                 return axis
     return None
 

@@ -15,10 +15,10 @@ import torch.utils.data._utils.worker as torch_worker
 
 from torchbudget.data.indexed import checksum_of
 from torchbudget.data.stream.cursor import StreamCursor
-from torchbudget.data.stream.generators import GeneratorStates
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
-from torchbudget.plan.permutation import Permutation, Stream
+from torchbudget.plan.permutation import Permutation, Purpose
+from torchbudget.random_state import RandomState
 
 _CHUNK: Final = 4096
 
@@ -32,7 +32,7 @@ class Shuffled:
     """
 
     def __init__(self, length: int, *key: int) -> None:
-        self._length, self._order = length, Permutation(length, *key, Stream.INDEX)
+        self._length, self._order = length, Permutation(length, *key, Purpose.INDEX)
 
     def __len__(self) -> int:
         return self._length
@@ -71,7 +71,7 @@ class Reader:
     def __init__(
         self,
         shards: Sequence[tuple[int, Any]],
-        generators: GeneratorStates,
+        generators: RandomState,
         *,
         worker: int | None = None,
         source: Any = None,
@@ -228,7 +228,7 @@ class Reader:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
-            self._generators = GeneratorStates.now()
+            self._generators = RandomState.take(devices=False)
             torch_worker._worker_info = before
         if items and self.state is not None and self.state["position"] == self._read:
             self.state.setdefault("item", checksum_of(items[0]))

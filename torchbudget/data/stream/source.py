@@ -17,11 +17,11 @@ from torch.utils.data import Dataset, get_worker_info
 from torchbudget.checks import check_call
 from torchbudget.data.indexed import why_not_indexed
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
-from torchbudget.data.stream.generators import GeneratorStates
+from torchbudget.data.stream.generators import source_state
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import OptionError
-from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.plan.permutation import Purpose, shuffled_keys
 
 
 class Source:
@@ -57,7 +57,7 @@ class Source:
         sees_worker = self.splits_itself and self.split != "none"
         return Reader(
             self.shards(slot, *key),
-            GeneratorStates.of_source(self.seed, *key, part),
+            source_state(self.seed, *key, part),
             worker=slot.worker if sees_worker else None,
             source=self.data if self.has_states else None,
             seeks=self.seeks,
@@ -134,7 +134,7 @@ class ShardList(Source):
         part, parts = slot.part(self.split)
         order = np.arange(len(self.data))
         if self.shuffle:
-            keys = shuffled_keys(self.seed, *key, Stream.SHARDS, numbers=order)
+            keys = shuffled_keys(self.seed, *key, Purpose.SHARDS, numbers=order)
             order = order[np.argsort(keys)]
         return [(n, self.data[n]) for n in order[part::parts].tolist()]
 

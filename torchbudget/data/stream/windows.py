@@ -20,7 +20,7 @@ from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis
 from torchbudget.data.stream.cursor import StreamCursor, StreamPart, WorkerSlot
-from torchbudget.data.stream.generators import GeneratorStates, sample_seed, seed_generators
+from torchbudget.data.stream.generators import sample_seed, seed_generators
 from torchbudget.data.stream.options import StreamOptions
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
@@ -33,6 +33,7 @@ from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
 from torchbudget.plan.oversize import oversized
 from torchbudget.plan.solver import WindowKey
+from torchbudget.random_state import RandomState
 from torchbudget.units import format_bytes
 
 _log: Final = logging.getLogger("torchbudget")
@@ -575,11 +576,8 @@ def checksum_of(sizes: npt.NDArray[Any], before: int = 0) -> int:
 
 def _next_of(parts: Iterator[DealtPart]) -> DealtPart | None:
     """Return the next part; the process keeps its own random numbers while it is read."""
-    own = GeneratorStates.now()
-    try:
+    with RandomState.take(devices=False):
         return next(parts, None)
-    finally:
-        own.restore()
 
 
 def _rest(begun: StreamCursor, batches: list[_MicroBatch]) -> Iterator[Found]:
