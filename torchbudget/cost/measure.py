@@ -382,7 +382,8 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     does not include checkpointing in a model's own `forward`.
 
     On CUDA it includes the kind of the allocator's segments, since segments of fixed sizes reserve
-    more than expandable ones. On the CPU it includes the setting of malloc, and sets it.
+    more than expandable ones. On the CPU it includes the number of threads, on which the time of a
+    step depends, and the setting of malloc, and sets the latter.
 
     >>> model = torch.nn.Linear(2, 3)
     >>> describe_step(lambda batch: model(batch))["model"]
@@ -423,10 +424,11 @@ def _attention(modules: Iterable[nn.Module]) -> str:
     return ", ".join(sorted(str(name) for name in found if name)) or "not stated"
 
 
-def _describe_device(device: torch.device) -> dict[str, str]:
-    if device.type == "cpu":
-        return {"device": f"cpu ({platform.machine()})", "allocator": settle_malloc()}
-    if device.type != "cuda":
-        return {"device": str(device)}  # cannot be measured, but its name differs from those
-    source = device_memory(device).source
+def _describe_device(own: torch.device) -> dict[str, str]:
+    if own.type == "cpu":
+        device, threads = f"cpu ({platform.machine()})", str(torch.get_num_threads())
+        return {"device": device, "threads": threads, "allocator": settle_malloc()}
+    if own.type != "cuda":
+        return {"device": str(own)}  # cannot be measured, but its name differs from those
+    source = device_memory(own).source
     return {"device": source.name(), "allocator": source.allocator()}

@@ -97,7 +97,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             the ranks are made as equal as possible. Without it, or if n samples take no less time
             together than one by one, it only balances the ranks; rank r of R may then get every
             R-th sample of one run, if that takes less time. A `PackedCost` for packed batches.
-            Default: none; ranks are balanced by `cost`.
+            Default: with `samples_per_step` the measured time of the cost, if it has one; else
+            none, so that micro-batches are full, and ranks are balanced by `cost`.
         batches_per_epoch: number of micro-batches of an epoch on each rank. The next epoch
             continues in the order where the last one ended; after the last sample a new order
             begins. Not with `samples_per_step`. Default: an epoch is one pass over the data.
