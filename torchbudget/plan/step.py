@@ -105,8 +105,8 @@ def plan_step(
         time: cost model of a micro-batch's time, in any unit: the step is cut into the
             micro-batches that take the least time, and not into the fewest, and its sums over the
             ranks are made as equal as possible. If n samples take no less time together than one
-            by one, it only balances; so does a `PackedCost` for packed samples. Default: the measured
-            time of the cost, if it has one; else none, and ranks are balanced by `cost`.
+            by one, it only balances; so does a `PackedCost` for packed samples. Default: the
+            measured time of the cost, if it has one; else none, and ranks are balanced by `cost`.
         oversize: a sample that alone exceeds the budget raises an error (`"raise"`), is skipped
             (`"skip"`) or gets a micro-batch of its own (`"alone"`). The same holds for a unit of
             one micro-batch.
