@@ -35,7 +35,7 @@ TINY = {
     "any_model": "--budgets 1 --models contrastive",
     "any_model_cpu": "--steps 1 --budgets 1 --models contrastive",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
-    "malloc_settings": "--samples 200 --budgets 1 --models encoder --settings 16",
+    "malloc_settings": "--samples 200 --budgets 1 --models encoder --settings 128",
     "host_budget": "--samples 600 --budgets 1 --starts 1 --kinds 1 --search-ms 10",
     "accumulate": "--repetitions 2",
     "gradient_error": "",

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from tests.support.refusals import Refusals, reasons_of
+from tests.support.refusals import Refusals, Refused, reasons_of
 from tests.support.sampler_cases import (
     cases,
     check_batch,
@@ -143,7 +143,10 @@ def chains(draw: st.DrawFn) -> Chain:
     """Samplers of all kinds, with oversize samples too, whose starts are drawn."""
     oversize = draw(st.sampled_from(["raise", "raise", "skip", "alone"]))
     case = draw(cases(fits=oversize == "raise", most=60))
-    return Chain(draw(st.randoms(use_true_random=False)), case, oversize)
+    try:
+        return Chain(draw(st.randoms(use_true_random=False)), case, oversize)
+    except Refused:  # no sample fits the budget
+        reject()
 
 
 @given(chains())

@@ -65,6 +65,9 @@ _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_co
 # Fake tensors of up to so many elements, as a shape has, remember values that were computed from
 # Python numbers alone, as in torch.tensor(x.shape).min(). Larger ones may be masks that are drawn.
 _REMEMBERED: Final = 8
+# Traces of a step that draws outside torch. Of five layers that are each kept or not, a quarter of
+# two traces keep as many.
+_MOST_TRACES: Final = 4
 # Other draws for each shape, beyond those of a step's layers or so.
 _MOST_DRAWS: Final = 997
 _INTEGERS: Final = (
@@ -184,17 +187,17 @@ class Tracer:
         begun = time.process_time()
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
         traces: list[Trace] = []
-        for integer in (1, 2):
+        for integer in range(1, 1 + _MOST_TRACES):
             until = begun + most_seconds
             counter = _Counter(self, env, integer, until)
-            draws = 0 if integer == 1 else 1 + math.prod(shape) % _MOST_DRAWS
+            draws = (integer - 1) * (1 + math.prod(shape) % _MOST_DRAWS)
             starts = self._two_steps(batch_of, counter, draws)
             traces.append(counter.trace(symbols, shape, starts))
-            if not counter.integers and not counter.drew:
+            first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
+            if not np.array_equal(first, last):
+                raise ValueDependentError(DRAWS if counter.drew else _INTEGERS)
+            if not counter.drew and (integer > 1 or not counter.integers):
                 break
-        first, last = (one.living([shape]) for one in (traces[0], traces[-1]))
-        if not np.array_equal(first, last):
-            raise ValueDependentError(DRAWS if counter.drew else _INTEGERS)
         return replace(traces[0], seconds=time.process_time() - begun)
 
     def take_larger_values(self, shape: Shape) -> bool:

@@ -202,7 +202,7 @@ class RealBatches:
         return True
 
     def padding(self) -> list[str]:
-        """A line of what pads each field of integers, if a `PadCollate` pads several.
+        """A line of what pads each field of integers, if a `PadCollate` pads any.
 
         It is seen in a batch of four samples, with the smallest and the largest one.
         """
@@ -218,7 +218,7 @@ class RealBatches:
                 found += [f"{key_of(path)!r} with {one}" for one in padded]
         mask = self.collate.mask
         to_pass = f"; the step must pass {mask!r} to the model" if mask else ""
-        return [f"pads   {', '.join(found)}{to_pass}"] if len(found) > 1 else []
+        return [f"pads   {', '.join(found)}{to_pass}"] if found else []
 
     def rounded(self) -> Sizes:
         """The padded size of each sample alone: shape `(N, d)`."""
