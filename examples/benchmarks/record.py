@@ -27,6 +27,7 @@ ALL = (
     "fairness",
     "scatter",
     "plan_step",
+    "least_time",
     "packing",
     "several_axes",
     "several_limits",

@@ -1,0 +1,249 @@
+"""Is the cut that is predicted to take the least time the fastest in truth?
+
+Question: five kinds of steps are measured under a budget of the CPU. How far is the predicted time
+of 20 shapes that were not timed from the real one, and of the smallest shape and twice its samples?
+The samples of one optimizer step are then cut by the chosen cap on a micro-batch's time, by eight
+other caps, and into full micro-batches, and every cut is trained on: how much longer does the
+chosen one take than the best?
+
+Command: PYTHONPATH=. python examples/benchmarks/least_time.py [--samples N] [--turns K] [--mib K]
+[--models TEXT …] [--json PATH]
+
+Hardware: 2 cores of an AMD EPYC, one thread, Python 3.11, torch 2.13.0 CPU.
+
+    (not recorded)
+
+`median` and `worst` are predicted / real time − 1 over the 20 shapes, `smallest` and `twice` those
+of one and of two samples of the smallest size; the real time is the least of three, without the
+optimizer's step. Cuts are trained on in turn, and the least time of each counts; the one that came
+out best is timed again in as many turns, beside the chosen one. `full` is the time of full
+micro-batches / that of the chosen cut.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from _common import Results, lognormal, no_garbage_collection, parser
+from torch import Tensor, nn
+
+from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, MiB, measure_cost
+from torchbudget.plan.dealing import Dealing
+from torchbudget.plan.solver import solve
+
+VOCABULARY = 2000
+CAPS = 2.0 ** np.array([-4, -3, -2, -1, 1, 2, 3, 4])  # of the chosen one
+SHAPES = 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A micro-batch of a kind of training; `sizes` of the samples of a step."""
+
+    work: Callable[[Any], object]
+    make_batch: Callable[[int, Any], Any]
+    sizes: Any
+    parameters: list[Tensor]
+
+
+def ids(n: int, length: int) -> Tensor:
+    return torch.randint(VOCABULARY, (n, length))
+
+
+def encoder_layers() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def texts(samples: int) -> Any:
+    return lognormal(samples, 4, 0.9, 4, 512)
+
+
+def decoder(samples: int) -> Kind:
+    parts = nn.ModuleList(
+        [nn.Embedding(VOCABULARY, 128), encoder_layers(), nn.Linear(128, VOCABULARY)]
+    )
+
+    def work(x: Tensor) -> None:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        found = parts[2](parts[1](parts[0](x), mask=mask, is_causal=True))
+        nn.functional.cross_entropy(found.flatten(0, 1), x.flatten(), reduction="sum").backward()
+
+    return Kind(work, ids, texts(samples), [*parts.parameters()])
+
+
+def encoder(samples: int) -> Kind:
+    parts = nn.ModuleList([nn.Embedding(VOCABULARY, 128), encoder_layers(), nn.Linear(128, 2)])
+
+    def work(x: Tensor) -> None:
+        found = parts[2](parts[1](parts[0](x))[:, 0])
+        nn.functional.cross_entropy(found, x[:, 0] % 2, reduction="sum").backward()
+
+    return Kind(work, ids, texts(samples), [*parts.parameters()])
+
+
+def images(samples: int) -> Kind:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 3, 3, padding=1),
+    )  # fmt: skip
+
+    def work(x: Tensor) -> None:
+        (model(x) - x).pow(2).sum().backward()
+
+    both = [lognormal(samples, 4, 0.5, 8, 256), lognormal(samples + 1, 4, 0.5, 8, 256)[1:]]
+    sizes = np.stack(both, axis=1)
+    return Kind(work, lambda n, hw: torch.randn(n, 3, *hw), sizes, [*model.parameters()])
+
+
+def recurrent(samples: int) -> Kind:
+    parts = nn.ModuleList(
+        [nn.Embedding(VOCABULARY, 64), nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 100)]
+    )
+
+    def work(x: Tensor) -> None:
+        found = parts[2](parts[1](parts[0](x))[0])
+        nn.functional.cross_entropy(
+            found.flatten(0, 1), x.flatten() % 100, reduction="sum"
+        ).backward()
+
+    sizes = lognormal(samples, 3.5, 0.7, 4, 128)
+    return Kind(work, ids, sizes, [*parts.parameters()])
+
+
+def embeddings(samples: int) -> Kind:
+    parts = nn.ModuleList([nn.Embedding(VOCABULARY, 128), encoder_layers()]).eval()
+
+    def work(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return parts[1](parts[0](x)).mean(1)
+
+    return Kind(work, ids, texts(samples), [])
+
+
+KINDS = {
+    "decoder": decoder,
+    "encoder": encoder,
+    "images, two axes": images,
+    "recurrent": recurrent,
+    "embeddings, forward": embeddings,
+}
+
+
+def measured(kind: Kind, budget: int) -> MeasuredCost:
+    optimizer = torch.optim.AdamW(kind.parameters) if kind.parameters else None
+
+    def step(batch: Any) -> None:
+        kind.work(batch)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return measure_cost(step, kind.make_batch, sizes=kind.sizes, budget=budget)
+
+
+def padded(size: Any) -> Any:
+    return tuple(map(int, size)) if np.ndim(size) else int(size)
+
+
+def seconds_of(kind: Kind, batches: list[Any]) -> float:
+    with no_garbage_collection():
+        start_s = time.perf_counter()
+        for batch in batches:
+            kind.work(batch)
+        took_s = time.perf_counter() - start_s
+    for parameter in kind.parameters:
+        parameter.grad = None
+    return took_s
+
+
+def predicted_s(cost: MeasuredCost, n: int, size: Any) -> float:
+    return float(cost.time.batch_bytes(n, size)) / 1e9
+
+
+def errors(kind: Kind, cost: MeasuredCost, budget: int) -> list[float]:
+    """Predicted / real − 1, of one and two samples of the smallest size, then of other shapes."""
+    rng = np.random.default_rng(1)
+    smallest = padded(kind.sizes.min(axis=0))
+    shapes = [(1, smallest), (2, smallest)]
+    for size in rng.choice(kind.sizes, SHAPES):
+        most = int(cost.capacity(size, budget // 2))
+        shapes.append((max(int(most ** rng.random()), 1), padded(size)))
+    found = []
+    for n, size in shapes:
+        batch = kind.make_batch(n, size)
+        real_s = min(seconds_of(kind, [batch]) for _ in range(4))
+        found.append(predicted_s(cost, n, size) / real_s - 1)
+    return found
+
+
+def cut(cost: MeasuredCost, sizes: Any, budget: int, cap: float | None) -> tuple[list[Any], Any]:
+    """The micro-batches under another cap than the chosen one, and the sampler's rules."""
+    sampler = MemoryBudgetBatchSampler(sizes, cost, budget, samples_per_step=len(sizes), rank=0)
+    plan = sampler.plan
+    most = None if cap is None else max(int(cap * (plan.rules.most_time or 1)), 1)
+    rules = replace(plan.rules, most_time=most)
+    block = solve(rules, np.asarray(sizes)[None], Dealing(even_sums=True), strips=plan.strips)
+    bounds = zip(block.starts.tolist(), block.stops.tolist(), strict=True)
+    return [block.samples[start:stop] for start, stop in bounds], plan.rules
+
+
+def main() -> None:
+    arguments = parser(__doc__, samples=512, turns=5, mib=1024)
+    arguments.add_argument("--models", nargs="*", default=[""], metavar="TEXT")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    formats = {
+        "kind": "", "median": "+.1%", "worst": "+.0%", "smallest": "+.0%", "twice": "+.0%",
+        "micro-batches": "d", "of full": "d", "full": ".2f", "to best": ".3f",
+    }  # fmt: skip
+    results = Results(formats)
+    budget = MiB(options.mib)
+    for name, make in KINDS.items():
+        if not any(text in name for text in options.models):
+            continue
+        torch.manual_seed(0)
+        kind = make(options.samples)
+        cost = measured(kind, budget)
+        smallest, twice, *others = errors(kind, cost, budget)
+        cuts: dict[Any, list[Any]] = {}
+        for cap in (1.0, None, *CAPS.tolist()):
+            indices, rules = cut(cost, kind.sizes, budget, cap)
+            cuts[cap] = [
+                kind.make_batch(len(one), padded(kind.sizes[one].max(axis=0))) for one in indices
+            ]
+        if rules.most_time is None:
+            cuts = {None: cuts[None], 1.0: cuts[None]}
+
+        def turns(names: list[Any], cuts: Any = cuts, kind: Any = kind) -> dict[Any, float]:
+            times = [
+                {one: seconds_of(kind, cuts[one]) for one in names} for _ in range(options.turns)
+            ]
+            return {one: min(turn[one] for turn in times) for one in names}
+
+        first = turns([*cuts])
+        again = turns([1.0, min(first, key=first.__getitem__)])
+        results.row(**{
+            "kind": name, "median": float(np.median(others)), "smallest": smallest, "twice": twice,
+            "worst": max(others, key=abs), "micro-batches": len(cuts[1.0]),
+            "of full": len(cuts[None]), "full": first[None] / first[1.0],
+            "to best": again[1.0] / min(again.values()),
+        })  # fmt: skip
+    rows = results.rows
+    results.bar("chosen cut / best of all", max(row["to best"] for row in rows), 1.04)
+    results.bar("median error", max(abs(row["median"]) for row in rows), 0.1)
+    results.bar("worst error", max(abs(row["worst"]) for row in rows), 0.35)
+    ends = max(abs(row[one]) for row in rows for one in ("smallest", "twice"))
+    results.bar("error of the smallest shapes", ends, 0.25)
+    results.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
