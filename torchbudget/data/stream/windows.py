@@ -161,7 +161,7 @@ class StreamWindows:
     left after a window, they belong to it. If the bytes of the look-ahead are used up, a window is
     cut in parts.
 
-    Nothing here refers to the loop that reads. So a loop that is dropped ends and closes its source.
+    Nothing here refers to the loop that reads, so that a loop that is dropped closes its source.
 
     Args:
         options: what is read, and how it is cut.
