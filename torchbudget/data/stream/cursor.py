@@ -20,7 +20,7 @@ Split: TypeAlias = Literal["none", "workers", "ranks"]
 # The options that must be the same for positions to mean the same samples.
 _ORDER: Final = ("split", "shuffle", "seed", "window", "sized", "batches_per_epoch")
 # And those that must be the same for a process to find the rest of a part that was begun.
-_READING: Final = ("worker", "workers", "rank", "ranks", "look_ahead")
+_READING: Final = ("worker", "workers", "rank", "ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ class StreamState:
             raise StateMismatchError(
                 f"worker {slot.worker} of {slot.workers} cannot continue from a state of worker "
                 f"{saved['worker']} of {workers} after {cursor.rounds} micro-batches of a window: "
-                "other ranks, workers or look-aheads can continue only at the end of a window, and "
+                "other ranks or workers can continue only at the end of a window, and "
                 f"from the same part of the source, which needs num_workers={workers}: {differs}"
             )
         if cursor.rounds and cursor.part and _differences(saved, dealing, dealing):
