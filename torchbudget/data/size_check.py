@@ -32,6 +32,8 @@ _MOSTLY: Final = 0.5
 class SizeCheck:
     """Compares batches with their plan and warns once of each kind of difference.
 
+    Padding and lengths are looked at only if a batch came larger than it was planned.
+
     - `OtherNumbersWarning`: a batch has another number of samples than planned.
     - `PaddedSizeWarning`: a batch is padded to more than was planned and than its longest sample
       needs, since the collate rounds up to a multiple that the plan does not know.

@@ -439,7 +439,6 @@ def test_states_of_other_streams_are_refused() -> None:
     for options, text in (
         ({"window": 30}, "window: saved 20"),
         ({"seed": 3}, "seed"),
-        ({"look_ahead": 9000}, "end of a window"),
         ({"num_replicas": 2, "rank": 0}, "end of a window"),
     ):
         other = stream(**options)

@@ -155,7 +155,7 @@ def compare() -> dict[str, Any]:
         "stream, 1 and 2 workers": lambda: tracked(streamed(), workers=1 + rank),
         "stream, 1 and 2 workers of shards": lambda: tracked(streamed(shards), workers=1 + rank),
         "stream, 1 and 2 workers of parts": lambda: tracked(
-            streamed(part, uneven=True), workers=1 + rank
+            streamed(part, batches_per_epoch=3), workers=1 + rank
         ),
         "packed and padded": lambda: planned(cost=[PackedCost, PaddedCost][rank](unit_bytes=1)),
         "stream, the host's look-ahead": lambda: tracked(streamed(budget=roomy), workers=1 + rank),

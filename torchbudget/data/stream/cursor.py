@@ -19,8 +19,8 @@ Split: TypeAlias = Literal["none", "workers", "ranks"]
 
 # The options that must be the same for positions to mean the same samples.
 _ORDER: Final = ("split", "shuffle", "seed", "window", "sized", "batches_per_epoch")
-# And those for the rest of a part to be the same samples.
-_READING: Final = ("worker", "workers", "rank", "ranks", "look_ahead")
+# And those that must be the same for a process to find the rest of a part that was begun.
+_READING: Final = ("worker", "workers", "rank", "ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class StreamPart:
         checksum: of their sizes.
         done_after: number of the rounds after which each sample is done, in the order in which they
             were read; 0: no round takes it.
-        dealt: which of the first samples the rounds take at all, where an earlier cut has dealt
-            others; `None`: all.
+        dealt: which of the first samples were left to be dealt by this cut, where an earlier cut
+            had dealt others; `None`: all.
     """
 
     checksum: int | None
@@ -145,8 +145,8 @@ class StreamState:
 
     Attributes:
         cursors: cursors of the workers, by number; or that of one process alone.
-        dealing: what must be the same for the first of them to go on within a window; for the
-            others the same but the number of the worker.
+        dealing: the options of the first of them, which must be the same to go on within a window.
+            Those of the others differ in the number of the worker alone.
         turn: the worker of the next batch; of one process alone, that of the first process.
     """
 
@@ -236,7 +236,7 @@ class StreamState:
                 StreamCursor._make([epoch, *row, part and StreamPart.of_plain(part, row[1])])
                 for *row, part in plain["workers"]
             ]
-            default = StreamCursor(0)  # None is valid for its fields that are None
+            default = StreamCursor(0)  # `None` is a valid value of the fields that are `None` in it
             of = [one for at in cursors for one in zip(at[:-1], default[:-1], strict=True)]
             numbers = [n for n, usual in of if n is not None or usual is not None]
             wrong = [n for n in numbers if not (isinstance(n, dict) or (is_int(n) and n >= 0))]
@@ -271,7 +271,7 @@ class StreamState:
         part = [] if alone else ["worker", "workers"]
         if dealing["split"] == "ranks":
             part += ["rank", "ranks"]
-        # Without its samples, a part can only be cut by the same rules.
+        # A part whose samples the state does not list can only be cut by the same rules.
         same = _READING if cursor.part else dealing if cursor.rounds else ()
         inside = _differences(saved, dealing, same)
         differs = inside or _differences(saved, dealing, part)
@@ -279,7 +279,7 @@ class StreamState:
             raise StateMismatchError(
                 f"worker {slot.worker} of {slot.workers} cannot continue from a state of worker "
                 f"{saved['worker']} of {workers} after {cursor.rounds} micro-batches of a window: "
-                "other ranks, workers or look-aheads can continue only at the end of a window, and "
+                "other ranks or workers can continue only at the end of a window, and "
                 f"from the same part of the source, which needs num_workers={workers}: {differs}"
             )
         if cursor.rounds and cursor.part and _differences(saved, dealing, dealing):

@@ -321,16 +321,15 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         slot = options.slot(workers=workers or 1)
         if get_worker_info() is not None:  # which cannot compare
             return
-        facts: Plain
         if options.source.split != "ranks":
             at = self._position.begins().cursors[0]
-            facts = {"epoch": at.epoch, "start": at.start, "rounds": at.rounds}
+            facts: Plain = {"epoch": at.epoch, "start": at.start, "rounds": at.rounds}
             facts |= options.dealing(slot)
-        elif workers is not None and not options.source.splits_itself:
-            facts = {"workers": workers}  # which share the source's parts with those of other ranks
-        else:
-            return
-        check_same_on_ranks(options.ranks, lambda: facts, each_time=workers is not None)
+            check_same_on_ranks(options.ranks, lambda: facts, each_time=workers is not None)
+        elif workers is not None and not (options.uneven or options.source.splits_itself):
+            # All workers of all ranks share the source's parts. Ranks with unequal numbers of
+            # batches begin their loops at different times, and cannot compare.
+            check_same_on_ranks(options.ranks, lambda: {"workers": workers}, each_time=True)
 
     # ------------------------------------------------------------------ runs
 
@@ -397,9 +396,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
 
-        Any state loads under another budget or cost. A state between two windows that was saved
-        without workers loads under another look-ahead, too, and, with `split="none"`, with any
-        number of workers and ranks. So does any state at the beginning of an epoch.
+        Any state loads under another budget, cost or look-ahead. A state between two windows that
+        was saved without workers loads, with `split="none"`, with any number of workers and ranks.
+        So does any state at the beginning of an epoch.
 
         Raises:
             StateError: the state is malformed; or, at the next loop, persistent workers were

@@ -1,8 +1,10 @@
 """The position of a stream: in one process, and in all of its processes together.
 
-A process keeps one place, which moves in one of three ways. In a loop that is not tracked, the
-process that reads moves it after each batch. In a tracked loop the run moves it, after each batch
-that came. A load or `set_epoch` chooses it. Processes share no places, only which epoch is next.
+A cursor is the place of one process within an epoch; a state is the cursors of all processes that
+read on one rank. A process keeps one state, which moves in one of three ways. In a loop that is not
+tracked, the process that reads moves it after each batch. In a tracked loop, the run moves it after
+each batch that came. A load or `set_epoch` chooses it. Processes share no states. They share which
+epoch is next, and whether a state was chosen since (`Progress`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class StreamLoop(Iterator[Any]):
         position: position of the stream.
         slot: slot of this process.
         cursor: where it begins.
-        turn: the slots of a rank's processes begin with this one.
+        turn: the number of the slot that the loader's first worker reads for: a loader begins with
+            its first worker, but the next batch may be that of another slot.
         last: the loop of the epoch before, whose samples in memory come first.
 
     Attributes:
@@ -45,8 +48,9 @@ class StreamLoop(Iterator[Any]):
         windows: what it reads.
         planned: of the last batch.
         sending: sends the places of a tracked loop; `None`: the loop moves the position itself.
-        choice: the position's choice that it moves; `None`: none, inside a tracked loop.
-        runs: number of runs when it began; `None`: its end is not noted for other processes.
+        choice: the loop moves the position as long as this is the position's present choice;
+            `None`: never, since the loop is inside a tracked one.
+        runs: `Progress.runs` when it began; `None`: its end is not noted for other processes.
     """
 
     def __init__(
@@ -152,8 +156,9 @@ class StreamPosition:
             With `batches_per_epoch` it may be the end of the epoch before.
         place: where the loop stands that moved last; `None`: at the next loop's beginning.
         loaded: the epoch that the next loop reads, if no loop has begun since a state was loaded.
-        runs: open runs; another set where a position is chosen, which those of before do not move.
-        sending: in processes that a tracked loop has started.
+        runs: the open runs. After a choice it is another set: runs of before are in the old one,
+            and do not move the position any more.
+        sending: the collate function that sends places, in processes that a tracked loop started.
     """
 
     def __init__(self, options: StreamOptions) -> None:
@@ -167,7 +172,7 @@ class StreamPosition:
         self.place: StreamState | None = None
         self.loaded: int | None = None
         self.runs: WeakSet[Any] = WeakSet()
-        self._choice = object()  # loops that began before another one move nothing
+        self._choice = object()  # a new one for each choice: see `StreamLoop.choice`
         self._kept: StreamLoop | None = None  # at its epoch's end, with samples in memory
         self._changes, self._process = self.progress.changes, os.getpid()
 
@@ -264,7 +269,8 @@ class StreamPosition:
         state.check_order(self.options.dealing(self.options.slot()))
         epoch, is_chosen = progress.epoch, progress.chosen == progress.epoch + 1
         if get_worker_info() is None:
-            if not (is_chosen and epoch == state.epoch):  # else its rest may be empty
+            # An epoch that `set_epoch` has chosen is read even if nothing is left of it.
+            if not (is_chosen and epoch == state.epoch):
                 state = state.following(self.options.batches_per_epoch)
             progress.change(state.epoch, loaded=True)
         self._go_to(state)
@@ -297,9 +303,10 @@ class StreamPosition:
         loaded, self.loaded = self.loaded, None
         if not is_tracked:
             progress.advance()
-        # A run may be over before a slow worker begins.
+        # The first loop of a run begins where the run began, although the run may be over before a
+        # slow worker comes here. A loaded state counts even if another epoch was chosen.
         state = self.start if is_first or loaded is not None else self.where()
-        # A loader takes from its first worker first, so that one reads as the worker in turn.
+        # A loader takes from its first worker first, so that one reads for the slot in turn.
         turn = 0 if state is None else state.turn
         slot = self.options.slot((number + turn) % workers, workers)
         loop = self.loop_at(state, slot, turn % workers)
@@ -322,8 +329,8 @@ class StreamPosition:
             loop.end()
             loop = self.loop_at(self.where(), slot, turn % workers)
             loop.choice = self._choice
-            # `StatefulDataLoader` loads a state into workers, and at an epoch's end begins twice:
-            # batches that workers of the first loop prefetch do not count.
+            # A `StatefulDataLoader` that loads the state of an epoch's end begins two loops in its
+            # workers. What the first one prefetches must not count as read.
             loop.runs = progress.runs if info is None else None
         elif is_over:
             loop.end()
@@ -335,7 +342,7 @@ class StreamPosition:
         Args:
             state: see above.
             slot: slot of the process.
-            turn: the slots of a rank's processes begin with this one.
+            turn: see `StreamLoop`.
 
         Raises:
             StateError: see `begins`.
@@ -388,7 +395,11 @@ class StreamPosition:
     # ------------------------------------------------------------------ runs
 
     def begin_run(self, number: int, workers: int) -> StreamState:
-        """Begin a run over workers that the run with a number has started; return their places.
+        """Begin a run and return the places of its workers.
+
+        Args:
+            number: number of the run that has started the workers, which may be an earlier one.
+            workers: how many there are.
 
         Raises:
             StateError: see `begins`.

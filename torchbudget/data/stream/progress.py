@@ -38,10 +38,13 @@ class Progress:
         shared: the memory of another one; `None`: new memory.
 
     Attributes:
-        begun: the last epoch that was begun, or chosen.
-        first: the epoch that was chosen or loaded last: nothing was read before it.
-        chosen: 1 more than the epoch that `set_epoch` chose; 0: a loop has begun since.
-        changes: number of times that a position was chosen or loaded.
+        begun: the last epoch in which a loop has begun, or which was chosen.
+        first: the epoch that was chosen or loaded last. With `batches_per_epoch`, only this epoch
+            is known to begin where the source begins, or where the loaded state says.
+        chosen: 1 more than the epoch that `set_epoch` chose last; 0: a loop of the process that
+            trains has begun since.
+        changes: number of times that a position was chosen or loaded: a process that has seen fewer
+            drops its own.
         loaded: 1 if the last change was to a position that only the process that trains has.
         runs: number of runs that were opened: workers' ends of loops before do not count.
         run: number of the workers that the open run reads; 0: no run is open.

@@ -45,7 +45,7 @@ _PART_AT_ONCE: Final = 32
 _FOR_A_THREAD: Final = (2, 64)
 _KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
 
-_ALL: Final = np.empty(0, np.bool_)
+_NONE_DEALT: Final = np.empty(0, np.bool_)
 _NO_SIZES: Final = np.empty(0, np.int64)
 _NEVER: Final = np.iinfo(np.int64).max
 
@@ -90,15 +90,15 @@ class WaitingSamples:
         cursor: the boundary before them, or a place inside the part that begins there.
 
     Attributes:
-        cursor: the boundary before the first sample, or a place inside the part.
-        begun: the boundary before the first sample, with the source's state at the beginning of
-            that sample's window.
+        cursor: the place before the first sample; inside a part if rounds of it are done.
+        begun: the same place without rounds, with the source's state at the beginning of the first
+            sample's window: cursors of the next part are made of it.
         samples: the samples, in the order in which they were read.
         places: the position after each sample's item.
         sizes: the sizes of the first samples, as far as they were measured.
         before: how many of the samples come from windows before the present one.
-        window: the boundary before the sample that is read next, with the source's state at the
-            beginning of that sample's window.
+        window: the cursor at the beginning of the window that is read, with the source's state
+            there: cursors at the end of a part are made of it.
     """
 
     def __init__(self, cursor: StreamCursor) -> None:
@@ -111,7 +111,7 @@ class WaitingSamples:
     def dealt(self) -> BoolArray:
         """Whether the first samples are to be dealt, if an earlier cut has dealt some of them."""
         part = self.cursor.part
-        return _ALL if part is None or part.dealt is None else part.dealt
+        return _NONE_DEALT if part is None or part.dealt is None else part.dealt
 
     @property
     def enough(self) -> bool:
@@ -157,10 +157,11 @@ class WaitingSamples:
 class StreamWindows:
     """The windows of one process, one after the other, cut and split over the ranks.
 
-    A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
-    it, they belong to it. It is cut in parts when the bytes of the look-ahead are used up.
+    A window is a fixed run of `window` items of the reading order. If fewer items than ranks are
+    left after a window, they belong to it. If the bytes of the look-ahead are used up, a window is
+    cut in parts.
 
-    Nothing here refers to an iteration: one that is dropped closes its source.
+    Nothing here refers to the loop that reads, so that a loop that is dropped closes its source.
 
     Args:
         options: what is read, and how it is cut.
@@ -180,7 +181,8 @@ class StreamWindows:
         self._endless = options.batches_per_epoch is not None
         ahead = self._look_ahead = options.look_ahead_of(slot)
         self._run_bytes = None if ahead is None else ahead // _PART_AT_ONCE + 1
-        # Items that a window needs; 1 finds the end of a pass, whose last batch drops.
+        # Fewer items after a window belong to it. With `drop_last` one item is read ahead, to know
+        # whether the window is the last one of the pass.
         self._fewest = self._ranks if self._ranks > 1 or options.drop_last else 0
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
@@ -267,7 +269,8 @@ class StreamWindows:
         if self._ranks > 1 and self.first_sizes is None and samples:
             self.first_sizes = checksum_of(sizes)
             check_same_samples(self._options.ranks, self._slot.worker, self.first_sizes)
-        # All can share a multiple of the ranks' number; a cursor stands between two items.
+        # The ranks can share any multiple of their number. The part must end between two items,
+        # since a cursor stands there.
         places = np.array(waiting.places, np.int64)
         ends = (places < stop) & (np.diff(places, append=stop) > 0)
         ends &= np.cumsum(stays) % self._ranks == 0
@@ -478,7 +481,7 @@ class StreamWindows:
             )
             position, kept = reader.position - 1, KeptBytes()
             held = 0 if look_ahead is None else sum(map(kept.add, waiting.samples))
-            for samples in made:  # not enumerated, which would keep what copies were made of
+            for samples in made:  # `enumerate` would keep a reference to the samples
                 position += 1
                 if look_ahead is not None:
                     found = [kept.without_rest(sample) for sample in samples]
