@@ -10,15 +10,20 @@ Command: PYTHONPATH=. python examples/benchmarks/any_model_cpu.py [--models TEXT
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, glibc 2.36; OMP_NUM_THREADS=1.
 
     step                       budget  runs  margin  scale  probes    seen    peak  predicted  steps  measuring  allowed  unseen
-    encoder, padding masked         1     3   1.56%  1.044  0.6024  0.5965  0.9561     0.9932     10       13.4     24.9   -0.2%
-    U-Net                           1     3   1.56%  1.463  0.7272  0.7167  0.9805     0.9836     22       10.4     29.2  +46.5%
-    speech, CTC                     1     6   1.56%  1.219  0.8346  0.8290  0.9260     0.9492      8       12.7     33.8   -0.0%
-    graphs                          1     6   1.56%  1.000  0.9230  0.9231  0.9802     0.9584      8        9.7     33.7   -0.0%
-    contrastive                     1     3   1.56%  1.000  0.5983  0.5927  0.9621     0.7871      4        4.0     24.7   -0.8%
-    decoder, chunked loss           1     3   1.56%  1.139  0.6622  0.6392  0.9913     0.9986      6       25.9     31.2  -23.8%
-    experts, routed                 1    26   3.00%  1.000  0.9542  0.9524  0.9603     0.8797      7       17.8     22.7       –
-    encoder, PaddedBatch.mask       1     3   1.56%  1.047  0.6397  0.6048  0.9285     0.9819     10       16.5     24.9   -0.3%
-    LSTM                            1     6   1.56%  0.599  0.7180  0.7157  0.9828     0.9997      6       13.1     24.3  -42.4%
+    encoder, padding masked         1     6   1.56%  1.000  0.9176  0.9161  0.9822     0.9800     10       18.0     28.0   -0.1%
+    U-Net                           1     6   1.56%  1.466  0.9205  0.9206  0.9780     0.9622     22       18.6     33.9  +46.5%
+    speech, CTC                     1     6   1.56%  1.221  0.8381  0.8318  0.9272     0.9481      8       12.7     34.3  +10.7%
+    graphs                          1     6   1.56%  1.000  0.9380  0.9381  0.9837     0.9582      8       11.1     37.4   -0.0%
+    contrastive                     1     6   1.56%  1.002  0.9496  0.9462  0.9624     0.7863      4        7.2     25.3   -0.1%
+    decoder, chunked loss           1     6   1.56%  1.013  0.9439  0.9335  0.9701     0.9988      6       29.5     38.4   -0.7%
+    experts, routed                 1    26   3.00%  1.000  0.9513  0.9498  0.9602     0.8777      7       22.2     24.0       –
+    encoder, PaddedBatch.mask       1     6   1.56%  1.074  0.9489  0.9218  0.9231     0.9732     10       19.7     26.8   -0.0%
+    LSTM                            1     6   1.56%  0.600  0.7141  0.7102  0.9844     0.9997      6       13.9     26.4  -41.6%
+    errors ≤ 0: 0, holds
+    highest probe / budget ≤ 1: 0.95127, holds
+    highest peak / budget ≤ 1: 0.9844, holds
+    lowest peak / budget ≥ 0.9: 0.92312, holds
+    measuring / allowed ≤ 1: 0.92529, holds
 
 `probes` and `peak` are the high-water marks of resident memory while the cost was measured, and
 over the epoch, / the whole budget; `seen` is the former as another process saw it, every 5 ms.

@@ -200,6 +200,7 @@ def test_what_is_read_apart_need_not_be_the_same(outcomes: list[dict[str, Any]])
         assert sum(each["by hand"]) == len(LENGTHS)
         assert len(each["stream, each its own"]) == 3
     assert sum(outcomes[0]["alone afterwards"]) < len(LENGTHS)
+    assert sum(outcomes[0]["loader, alone"]) == len(LENGTHS)  # no other rank has called it
     assert sum(outcomes[0]["thread"]) < len(LENGTHS)
 
 

@@ -154,9 +154,9 @@ def check_elements(batch: Any, most: int | None, multiple: int | None) -> None:
     shown = _shown(batch)
     if shown is None:
         return
-    (number, came), joined = shown, isinstance(batch, PackedBatch)
-    elements = math.prod(came) * (1 if joined else number)
-    if multiple is not None and not joined:
+    (number, came), is_packed = shown, isinstance(batch, PackedBatch)
+    elements = math.prod(came) * (1 if is_packed else number)
+    if multiple is not None and not is_packed:
         planned = (-(-_lengths(batch, number) // multiple) * multiple).prod(1).sum()
         if elements > planned:
             raise CollateError(

@@ -177,6 +177,9 @@ def compare() -> dict[str, Any]:
     list(again)
     if rank == 0:
         outcomes["alone afterwards"] = outcome(lambda: again)
+        samples = [torch.ones(length) for length in LENGTHS]
+        alone = partial(loader, samples, TOKENS, 2000, num_replicas=1, rank=0)
+        outcomes["loader, alone"] = outcome(lambda: (one.lengths for one in alone()))
     dist.barrier()
     # In another thread nothing is compared: its collectives would get between those of a step.
     other = planned()

@@ -17,9 +17,9 @@ from torchbudget.plan.fingerprint import Plain
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
 
-# The options that must be the same for positions to mean the same samples.
+# Options without which a position means other samples.
 _ORDER: Final = ("split", "shuffle", "seed", "window", "sized", "batches_per_epoch")
-# And those that must be the same for a process to find the rest of a part that was begun.
+# Facts of a process without which it reads other samples in the rest of a part that was begun.
 _READING: Final = ("worker", "workers", "rank", "ranks")
 
 

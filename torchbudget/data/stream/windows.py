@@ -286,9 +286,9 @@ class StreamWindows:
             done_after = np.append(np.zeros(number, np.int64), rest * _NEVER)
             for place, (*_, of_batch) in enumerate(rounds):
                 done_after[of_batch] = place // self._ranks + 1
-            found = checksum_of(sizes[:known])
-            part = StreamPart(found, done_after, dealt if len(dealt) else None)
-            checksum = crc32(cuts, found)
+            of_sizes = checksum_of(sizes[:known])
+            part = StreamPart(of_sizes, done_after, dealt if len(dealt) else None)
+            checksum = crc32(cuts, of_sizes)
             if cursor.rounds:
                 _check(cursor, cursor.checksum, checksum)
             skipped = int((~stays[:number]).sum() - (~dealt[:number]).sum())
