@@ -74,8 +74,10 @@ class MeasuredCost:
         margin: the share by which every prediction is raised.
         offset: bytes that real steps needed besides the traced ones.
         scale: bytes that real steps needed for each traced byte.
-        seconds: coefficients of the time of a step without its optimizer's, for 1, n, the traced
-            bytes of its samples and the floating-point operations; `None`: no step was timed.
+        seconds: coefficients of the time of a step without its optimizer's, for 1, n, for each
+            axis' size L and n·L, for floating-point operations, for traced bytes beside an empty
+            batch's, and for those above `knee`; `None`: no step was timed.
+        knee: traced bytes, beside an empty batch's, above which each takes longer.
         parts: traced bytes of parameters, gradients and optimizer state, by name.
         room: the budget of the measurement in bytes; `None`: there was none.
         probes: the measured batches.
@@ -95,6 +97,7 @@ class MeasuredCost:
     offset: float = 0.0
     scale: float = 1.0
     seconds: tuple[float, ...] | None = None
+    knee: int = 0
     parts: Mapping[str, int] = field(default_factory=dict)
     room: int | None = None
     probes: tuple[Probe, ...] = ()
@@ -132,8 +135,11 @@ class MeasuredCost:
     def time(self) -> Surface:
         """A cost model of a micro-batch's nanoseconds: those of a step without its optimizer's.
 
-        They are `a + b·n + c·(traced bytes) + d·(floating-point operations)`, none negative, fitted
-        to steps that were timed for this.
+        They are `a + b·n + Σ (c·L + d·n·L)` over the ragged axes, of size L, and a share of each
+        floating-point operation and of each traced byte, larger for bytes above a knee. No
+        coefficient is negative; they are fitted to steps that were timed for this. Kernels that
+        take turns along an axis, as recurrent ones do, and those whose operations cannot be
+        counted, have their time in the terms with L.
 
         Raises:
             CostError: no step was timed, since none was run.
@@ -143,15 +149,14 @@ class MeasuredCost:
                 "this cost has no time: its steps were traced, not run; measure it with "
                 "method='auto' or 'run'"
             )
-        fixed, each, byte, flop = (1e9 * one for one in self.seconds)
-        return Surface.of(
-            self._levels(),
-            [one.weighted(each, byte, flop) for one in self.pieces],
-            None if self.grid is None else self.grid.weighted(each, byte),
-            empty=0,
-            offset=fixed - byte * self.empty,
-            scale=1.0,
-        )
+        factors = np.array(self.seconds) * 1e9
+        fixed, each, *by_axis, flop, byte, above = factors.tolist()
+        knee = self.knee + self.empty
+        pieces = [one.weighted(flop, byte, above, knee) for one in self.pieces]
+        grid = None if self.grid is None else self.grid.weighted(byte, above, knee)
+        offset = -byte * self.empty
+        surface = Surface.of(self._levels(), pieces, grid, empty=0, offset=offset, scale=1.0)
+        return surface.plus((fixed, *by_axis[::2]), (each, *by_axis[1::2]))
 
     @property
     def work(self) -> MeasuredCost:

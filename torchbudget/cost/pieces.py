@@ -84,15 +84,19 @@ class Piece:
         if not all(isinstance(at, int) and 0 <= at < len(self.nodes) for at in used):
             raise CostError("a piece refers to an expression that it does not have")
 
-    def weighted(self, each: float, byte: float, flop: float) -> Piece:
-        """The piece of `each·n + byte·bytes + flop·operations`."""
+    def weighted(self, flop: float, byte: float, above: float, knee: int) -> Piece:
+        """The piece of `flop·operations + byte·bytes + above·(bytes above a knee)`."""
         expressions = Expressions.of(self.nodes)
         node = expressions.node
-        both = ((each, node("symbol", 0)), (flop, self.flops))
-        beside = [node("Mul", node("float", factor), at) for factor, at in both]
-        own = (node("Mul", node("float", byte), at) for at in self.sums)
-        sums = tuple(node("Add", one, *beside) for one in own)
-        return replace(self, nodes=tuple(expressions.nodes), sums=sums)
+        operations = node("Mul", node("float", flop), self.flops)
+        # Whichever of the two lines is higher counts, as with all sums.
+        lines = [(byte, 0.0)] if not above else [(byte, 0.0), (byte + above, -above * knee)]
+        sums = [
+            node("Add", node("float", fixed), node("Mul", node("float", slope), at), operations)
+            for slope, fixed in lines
+            for at in self.sums
+        ]
+        return replace(self, nodes=tuple(expressions.nodes), sums=tuple(sums))
 
     def bytes_at(self, shapes: npt.ArrayLike) -> IntArray:
         """The traced peak at each shape, `(S, 1 + d)`: shape `(S,)`."""
@@ -485,12 +489,11 @@ class Grid:
         values = tuple(tuple(one - floor for one in column) for column in self.values)
         return replace(self, values=values, reached=MAX_BYTES)
 
-    def weighted(self, each: float, byte: float) -> Grid:
-        """The grid of `each·n + byte·bytes`."""
-        columns = zip(self.numbers, self.values, strict=True)
+    def weighted(self, byte: float, above: float, knee: int) -> Grid:
+        """The grid of `byte·bytes + above·(bytes above a knee)`."""
         values = tuple(
-            tuple(each * n + byte * one for n, one in zip(*column, strict=True))
-            for column in columns
+            tuple(byte * one + above * max(one - knee, 0) for one in column)
+            for column in self.values
         )
         return replace(self, values=values, reached=MAX_BYTES)
 

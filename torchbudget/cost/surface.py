@@ -99,8 +99,7 @@ class Surface:
             offset: bytes beside the traced ones.
             scale: of the traced bytes.
         """
-        # Each column of the table is a point: one size on each axis.
-        points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
+        points = _points(levels)
         reached = 0 if grid is None else max(grid.ends)
         # Numbers of samples fall into intervals. `owner` is the piece that holds at both ends of
         # each interval, `(intervals, 2, points)`; `len(pieces)` if none does.
@@ -163,6 +162,20 @@ class Surface:
         # have been rounded up.
         fitting = surface.capacities(int(grid.reached * scale + offset) + max(grid.ends) + 1)
         return replace(surface, most=np.minimum(surface.most, fitting))
+
+    def plus(self, fixed: Sequence[float], each: Sequence[float]) -> Surface:
+        """The table with `c₀ + Σ c·L` for each batch and `d₀ + Σ d·L` for each sample more.
+
+        Args:
+            fixed: `c₀`, and `c` for each axis' size L; not negative.
+            each: the same for `d`.
+        """
+        sizes = [np.ones(len(self.most)), *_points(self.levels).T]
+        once, more = (np.ceil(np.dot(factors, sizes)).astype(np.int64) for factors in (fixed, each))
+        rows = self.rows.copy()
+        rows[:, 0] += once + more * self.starts[:, None]
+        rows[:, 1] += more
+        return replace(self, rows=rows)
 
     def place(self, padded_size: ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """The column of each size, rounded up, and which are beyond the largest, of shape `(…)`.
@@ -227,6 +240,11 @@ class Surface:
         n = np.where(n >= np.minimum(self.ends, _LARGE)[:, None], MAX_BYTES, n)
         most = np.minimum(n.min(axis=0), self.most)
         return most if budget_bytes >= self.empty else np.zeros_like(most)
+
+
+def _points(levels: Sequence[IntArray]) -> IntArray:
+    """The size on each axis of each column of a table, shape `(sizes, d)`."""
+    return np.stack([one.ravel() for one in np.meshgrid(*levels, indexing="ij")], axis=1)
 
 
 def _same_intervals(active: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
