@@ -22,6 +22,7 @@ NAMES = {
     "optimizer",
     "dtype",
     "device",
+    "threads",
     "allocator",
     "torch",
 }

@@ -123,17 +123,32 @@ def test_allocations_that_succeeded_at_the_second_attempt_are_noted() -> None:
 
 
 def test_time() -> None:
-    """`a + b·n + c·(floating-point operations)`, monotone; a cost that was only traced has none."""
+    """The sum of its terms, monotone; a cost that was only traced has none."""
     nodes = Nodes()
     n, size = nodes.make("symbol", 0), nodes.make("symbol", 1)
     flops = nodes.make("Mul", nodes.number(1000), n, size, size)
     of_flops = piece(nodes, nodes.make("Mul", n, size), flops=flops)
-    cost = measured(pieces=(of_flops,), largest=(99,), seconds=(0.5, 1e-3, 1e-9))
-    assert int(cost.time.batch_bytes(7, 20)) == pytest.approx(1e9 * (0.5 + 7e-3) + 7000 * 400)
+    seconds = 0.5, 1e-3, 1e-4, 1e-5, 1e-9, 1e-6, 2e-6
+    cost = measured(pieces=(of_flops,), largest=(99,), seconds=seconds, knee=100)
+    # 1, n, L, n·L, operations, bytes, bytes above the knee
+    terms = [1, 7, 20, 140, 7000 * 400, 140, 40]
+    expected = 1e9 * np.dot(seconds, terms)
+    assert int(cost.time.batch_bytes(7, 20)) == pytest.approx(expected, rel=1e-6)
     budget = int(cost.time.batch_bytes(7, 20))
     assert int(cost.time.capacity(20, budget)) == 7
     with pytest.raises(CostError, match=r"no time: .* method='auto' or 'run'"):
         measured().time  # noqa: B018
+
+
+def test_time_of_a_grid() -> None:
+    """It has no operations: its bytes, sizes and numbers of samples."""
+    grid = Grid(((10, 20),), ((1, 4), (1, 4)), ((10.0, 40.0), (20.0, 80.0)), (4, 4), 4)
+    seconds = 0.5, 1e-3, 1e-4, 1e-5, 0.0, 1e-6, 2e-6
+    cost = measured(pieces=(), grid=grid, largest=(20,), seconds=seconds, knee=50)
+    for n, size, of_bytes in [(1, 10, 10), (4, 20, 80), (4, 10, 40)]:
+        terms = [1, n, size, n * size, 0, of_bytes, max(of_bytes - 50, 0)]
+        expected = 1e9 * np.dot(seconds, terms)
+        assert int(cost.time.batch_bytes(n, size)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_traced_cost_is_cautioned_of() -> None:
@@ -150,7 +165,8 @@ def test_everything_is_saved(tmp_path: Path) -> None:
     for either in (None, grid):
         cost = measured(
             grid=either, margin=0.1, probes=probes, notes=("a note",), parts={"parameters": 5},
-            seconds=(1.0, 2.0, 3.0), room=2**30, offset=7.0, scale=1.25, measured_on={"model": "m"},
+            seconds=(1.0, 2.0, 3.0), knee=5, room=2**30, offset=7.0, scale=1.25,
+            measured_on={"model": "m"},
         )  # fmt: skip
         cost.save(tmp_path / "cost.json")
         loaded = load_cost(tmp_path / "cost.json")

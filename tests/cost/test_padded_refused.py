@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget import PackedCost, PaddedCost
+from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 from torchbudget.errors import CostError, CostOverflowError
 
 UNLIMITED = 2**63 - 1
@@ -88,14 +88,21 @@ def test_a_coefficient_that_is_no_number_of_bytes(kind: Any, name: str, bad: Any
     "options",
     [
         {},
-        {"fixed_bytes": 5},
         {"unit_bytes": 0.0},
         {"unit_bytes": (0, 0)},
         {"unit_bytes": (0, 0), "pair_bytes": np.zeros((2, 2))},
     ],
     ids=str,
 )
-def test_a_sample_must_cost_something(kind: Any, options: Any) -> None:
-    """A cost that never grows would put a whole data set into one batch."""
-    with pytest.raises(CostError, match="a sample must cost something"):
+def test_a_batch_must_cost_something(kind: Any, options: Any) -> None:
+    with pytest.raises(CostError, match="a batch must cost something"):
         kind(**options)
+
+
+@BOTH
+def test_a_sample_must_cost_something(kind: Any) -> None:
+    """A cost that never grows would put a whole data set into one batch; a time may be constant."""
+    with pytest.raises(CostError, match="cost: a sample must cost something"):
+        MemoryBudgetBatchSampler([1, 2], kind(fixed_bytes=5), 10)
+    with pytest.raises(CostError, match=r"limits\[0\]: a sample must cost something"):
+        MemoryBudgetBatchSampler([1, 2], kind(unit_bytes=1), 10, limits=[(kind(fixed_bytes=5), 10)])

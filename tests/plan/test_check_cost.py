@@ -11,7 +11,12 @@ import pytest
 
 from tests.support.samplers import LENGTHS, TOKENS
 from tests.support.streams import Numbered
-from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, plan_step
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudgetBatchSampler,
+    PaddedCost,
+    plan_step,
+)
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import CostError
 
@@ -124,10 +129,30 @@ def test_a_cost_that_is_wrong_at_one_size_is_noticed(axes: int) -> None:
         MemoryBudgetBatchSampler(given, cost, 10**6)
 
 
-def test_a_balance_is_asked_too() -> None:
-    balance = Users(lambda n, size: n * size * 0.1, fitting)
-    with pytest.raises(CostError, match=r"time.batch_bytes, .* returned float64"):
-        MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, time=balance)
+@pytest.mark.parametrize(
+    ("time", "said"),
+    [
+        (lambda n, size: n * size * 0.1, r"time.batch_bytes, .* returned float64"),
+        (lambda n, size: n * size - 50, r"1 samples of size \d+ take -\d+, .* is not negative"),
+        (lambda n, size: 10_000 + size - n, r"says that 1 samples of size \d+ .* 2 of .* falls"),
+        (lambda n, size: 10_000 + n - size, r"1 samples of size \d+ take .* 1 of size .* falls"),
+        (lambda n, size: n * np.where(size == LENGTHS.max(), 1, size), r"falls where a batch gro"),
+    ],
+)
+def test_a_time_is_whole_and_rises(time: Any, said: str) -> None:
+    wrong = Users(time, lambda size, budget: np.zeros_like(size * budget))
+    for steps in ({}, {"samples_per_step": 50}):
+        with pytest.raises(CostError, match=said):
+            MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, time=wrong, **steps)
+
+
+def test_a_time_of_two_axes_rises_along_both() -> None:
+    sizes = np.random.default_rng(0).integers(1, 50, (100, 2))
+    wrong = Users(
+        lambda n, size: n * 100 + size[..., 0] - size[..., 1], lambda size, _: size[..., 0]
+    )
+    with pytest.raises(CostError, match=r"of size \[\d+, \d+\] take .* falls"):
+        plan_step(sizes, PaddedCost(unit_bytes=(1, 1)), 10**4, time=wrong)
 
 
 def test_a_cost_is_asked_with_whole_sizes() -> None:

@@ -3,7 +3,7 @@
 What must hold over the whole chain of starts: each index comes in each epoch as often as it is to
 come, and in epochs of a given length as often as any other, within one; all ranks have as many
 batches, and save the same state; none is over the budget of its start; where a start is on the
-ranks, under the budget and the cost of the one before, it yields what that one would have yielded;
+ranks, under the budget, cost and time of the one before, it yields what that would have yielded;
 `len` is what was done and what comes.
 """
 
@@ -31,6 +31,7 @@ from tests.support.sampler_cases import (
 )
 from tests.support.samplers import counted
 from torchbudget import PaddedCost
+from torchbudget.cost.protocol import AdditiveCost
 
 EPOCHS = 2
 STARTS = 12  # after which each start is the last of its epoch
@@ -190,10 +191,15 @@ class Chain:
             self.following = [[*first, *rest] for first, rest in zip(ahead, loops, strict=True)]
 
     def choose(self) -> bool:
-        """Choose ranks and a budget for the next start; whether they differ from these."""
+        """Choose ranks, a budget, a time for the next start; whether they differ from these."""
         if self.chance.random() < 0.4 or self.options["drop_last"]:
             return False
         ranks, cost = self.chance.choice([1, 1, 2, 3, 4, 8]), self.cost
+        options, is_summed = self.options, isinstance(cost, AdditiveCost)
+        if not is_summed and self.chance.random() < 0.2:  # as measured anew
+            fixed_bytes = self.chance.choice([0, 10, 100, 1000])
+            time = PaddedCost(fixed_bytes=fixed_bytes, sample_bytes=1, unit_bytes=self.units())
+            self.options = options | {"time": time}
         if len(self.kept) == len(self.sizes) and self.chance.random() < 0.2:
             self.choose_cost()
         budget = self.first[1]
@@ -204,16 +210,20 @@ class Chain:
             left -= self.came[self.epoch].total()
         ranks = ranks if ranks <= sharing_ranks(self.drawn_options(), left) else 1
         before, self.now = self.now, (ranks, budget)
-        return self.now != before or self.cost is not cost
+        return self.now != before or self.cost is not cost or self.options is not options
+
+    def units(self) -> Any:
+        """What an element on each axis costs."""
+        each = [self.chance.randint(0, 50) for _ in range(self.sizes[0].size)]
+        return each[0] if len(each) == 1 else each
 
     def choose_cost(self) -> None:
         """Choose another cost, and a budget that each sample and unit fits."""
-        axes, multiple = self.sizes[0].size, self.options["size_multiple"]
-        units = [self.chance.randint(0, 50) for _ in range(axes)]
+        multiple = self.options["size_multiple"]
         self.cost = PaddedCost(
             fixed_bytes=self.chance.randint(0, 1000),
             sample_bytes=self.chance.randint(1, 9),
-            unit_bytes=units[0] if axes == 1 else units,
+            unit_bytes=self.units(),
         )
         largest = self.sizes.astype(np.int64).max(axis=0) + multiple
         whole = whole_bytes(self.sizes, self.cost, self.options)

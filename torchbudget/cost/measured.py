@@ -142,12 +142,12 @@ class MeasuredCost:
         counted, have their time in the terms with L.
 
         Raises:
-            CostError: no step was timed, since none was run.
+            CostError: no step was timed.
         """
         if self.seconds is None:
             raise CostError(
-                "this cost has no time: its steps were traced, not run; measure it with "
-                "method='auto' or 'run'"
+                "this cost has no time: its steps were traced, not run, or are a forward of so few "
+                "samples that timing would not pay; measure it with method='auto' or 'run'"
             )
         factors = np.array(self.seconds) * 1e9
         fixed, each, *by_axis, flop, byte, above = factors.tolist()
@@ -221,7 +221,8 @@ class MeasuredCost:
         """Return this cost as a `PackedCost`, if `make_batch` made packed batches.
 
         The measured batches had n samples of one size. In the packed cost each sample costs by its
-        own size. The margin is included. Samples shorter than `smallest` cost as much as it, so
+        own size. It has no time: pass `time=PackedCost(…)` to balance ranks by work. The margin is
+        included. Samples shorter than `smallest` cost as much as it, so
         measure with `sizes` or `min_size`. Samples longer than `largest` exceed every budget.
 
         Raises:

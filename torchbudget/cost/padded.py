@@ -85,10 +85,8 @@ class _Quadratic:
             field = f"{name}_bytes"
             value = _coefficients(field, getattr(self, field), its_shape)
             object.__setattr__(self, field, value)
-        if not (self.sample_bytes or np.any(self.unit_bytes) or np.any(self.pair_bytes)):
-            raise CostError(
-                "a sample must cost something; give sample_bytes, unit_bytes or pair_bytes"
-            )
+        if self.is_constant and not self.fixed_bytes:
+            raise CostError("a batch must cost something: give a coefficient that is not 0")
 
     @property
     def axes(self) -> int:
@@ -99,6 +97,11 @@ class _Quadratic:
     def counts(self) -> bool:
         """Whether a sample costs the same whatever its size, so that a limit counts samples."""
         return not (np.any(self.unit_bytes) or np.any(self.pair_bytes))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether a batch costs the same whatever is in it: a time that asks for few batches."""
+        return self.counts and not self.sample_bytes
 
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """The bytes of one sample of each size, without the fixed part.

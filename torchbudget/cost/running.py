@@ -93,7 +93,7 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         cost = runs.climbed() if traced is None else runs.scaled(traced)
         reserve = reserve_of(cost, runs.runner, subject, room)
         cost = replace(cost, offset=cost.offset + reserve)
-        measured_s = time.perf_counter() - begun_s
+        [measured_s] = runs.runner.largest(time.perf_counter() - begun_s)
         cost = timed(cost, subject, runs.room, runs.runner.seconds_of, measured_s)
     largest = subject.domain.between(1.0)
     if all(probe.size != largest for probe in cost.probes):
@@ -146,7 +146,7 @@ class StepRunner:
         self.empty_cache()
         with peak_memory(self._device) as idle:
             pass
-        [self.idle_bytes] = self._largest(idle.bytes)
+        [self.idle_bytes] = self.largest(idle.bytes)
         # Of each probe: resident before its last step; on CUDA, outside the allocator after it.
         self._beside_bytes: list[int] = []
         self.not_finite = False
@@ -181,7 +181,7 @@ class StepRunner:
                 self._subject.step(batch)
                 self._wait()
                 found.append(time.perf_counter() - start_s - (spent_s() - before_s))
-        [slowest] = self._largest(min(found[1:]))
+        [slowest] = self.largest(min(found[1:]))
         return float(slowest)
 
     def attempt(self, shape: tuple[int, Size]) -> None:
@@ -200,13 +200,13 @@ class StepRunner:
         plans and buffers, and the heap gets gaps.
         """
         now_bytes = self._read_beside_bytes()
-        added = self._largest(*(max(now_bytes - then, 0) for then in self._beside_bytes))
+        added = self.largest(*(max(now_bytes - then, 0) for then in self._beside_bytes))
         return [
             replace(probe, peak_bytes=probe.peak_bytes + more)
             for probe, more in zip(probes, added, strict=True)
         ]
 
-    def _largest(self, *values: float) -> list[Any]:
+    def largest(self, *values: float) -> list[Any]:
         """The largest value on any rank, of each."""
         return [max(same) for same in zip(*self._ranks.gather_objects(values), strict=True)]
 
@@ -240,7 +240,7 @@ class StepRunner:
             ) from error
         peak, beside_bytes, seconds = found[-1]
         failed |= peak.failures > 0  # a library continued without that memory
-        worst = self._largest(failed, peak.bytes, peak.retries, seconds)
+        worst = self.largest(failed, peak.bytes, peak.retries, seconds)
         failed, peak.bytes, peak.retries, seconds = worst
         if not failed:
             return peak, beside_bytes, seconds

@@ -44,6 +44,7 @@ class Domain:
         multiple: sizes are multiples of it.
         known: the different sizes of the data set, shape `(N, d)`; `None`: any size may occur.
         median: of the sizes of the data set, on each axis; `None`: it is not known.
+        samples: in the data set; 0: it is not known.
     """
 
     smallest: Size
@@ -51,6 +52,7 @@ class Domain:
     multiple: int
     known: IntArray | None = None
     median: Size | None = None
+    samples: int = 0
 
     @classmethod
     def of(
@@ -84,12 +86,13 @@ class Domain:
             raise CostError("max_size, min_size and sizes must have the same number of axes")
         if any(low > high for low, high in zip(smallest, largest, strict=True)):
             raise CostError(f"the smallest size, {smallest}, is above the largest one, {largest}")
-        median = None
+        median, samples = None, 0
         if known is not None:
+            samples = len(known)
             known = np.clip(-(-known // multiple) * multiple, smallest, largest)
             median = tuple(np.median(known, axis=0).astype(int).tolist())
             known = np.unique(known, axis=0)
-        return cls(smallest, largest, multiple, known, median)
+        return cls(smallest, largest, multiple, known, median, samples)
 
     @property
     def axes(self) -> int:

@@ -49,14 +49,21 @@ def timed(
 ) -> MeasuredCost:
     """The cost with the coefficients of its time, and a note of its error on other shapes.
 
+    A pass over few samples without an optimizer, as in `predict`, is over before timing would pay:
+    it may take a tenth of that pass.
+
     Args:
         cost: of bytes.
         subject: the step and its batches.
         room: the budget.
         seconds_of: the least seconds of some steps on a shape, the same on all ranks.
-        measured_s: seconds that measuring has taken.
+        measured_s: seconds that measuring has taken, the same on all ranks.
     """
     left_s = max(_SECONDS, _SHARE * measured_s)
+    if not subject.state.optimizers and subject.domain.samples:  # a forward, of one pass
+        each_s = max((one.seconds or 0.0) / one.n for one in cost.probes)
+        if _SHARE * each_s * subject.domain.samples < left_s:
+            return cost
     shapes: list[tuple[int, Size]] = []
     seconds: list[float] = []
     for shape in _shapes(cost, subject, room):
@@ -67,6 +74,8 @@ def timed(
         shapes.append(shape)
         seconds.append(seconds_of(shape, repeats))
         left_s -= repeats * seconds[-1]
+    if not shapes:
+        return cost
     took = np.array(seconds)
     fitted = np.arange(len(shapes)) % _HELD_OUT != _HELD_OUT - 1
     known, bytes_above = _terms(cost, shapes)
@@ -149,7 +158,8 @@ def _not_negative(terms: FloatArray) -> FloatArray:
             found += way * (solved - found)
             joined &= found > _HELPS_NOT
         found = solved
-    return found / scales
+    coefficients: FloatArray = found / scales
+    return coefficients
 
 
 @contextmanager

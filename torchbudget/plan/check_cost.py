@@ -15,6 +15,7 @@ from torchbudget.plan.rules import BatchRules, Limit
 from torchbudget.warn import warn
 
 _ASKED: Final = 2**12  # samples whose sizes a cost is called with
+_NUMBERS: Final = np.array([1, 2, 8, 64])  # of samples for which a time is asked
 _MOST: Final = 2**31  # samples: bytes must not wrap if a sample costs nothing
 
 
@@ -29,7 +30,8 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
 
     Raises:
         CostError: a model takes no arrays; does not return whole bytes, one for each size; or its
-            capacity does not fit the budget by its own `batch_bytes`.
+            capacity does not fit the budget by its own `batch_bytes`; or a time is negative, or
+            falls where a batch grows.
         SizesError: a model takes sizes of another number of axes.
 
     Warns:
@@ -51,6 +53,30 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
             _check_capacity(limit, padded, most)
         if isinstance(limit.cost, MeasuredCost) and limit.cost.caution:
             warn(limit.cost.caution, MeasureWarning)
+    if rules.time is not None:
+        _check_rises(rules.time, padded)
+
+
+def _check_rises(time: CostModel, padded: IntArray) -> None:
+    """Check that a time is not negative, and never falls where a batch grows."""
+
+    def taken(n: IntArray, sizes: IntArray) -> IntArray:
+        return _answer("time.batch_bytes", time.batch_bytes, n, sizes, shape=n.shape)
+
+    larger = np.maximum(padded, np.roll(padded, -1, axis=0))
+    n = np.repeat(_NUMBERS, len(padded))
+    sizes, larger = (np.concatenate([one] * len(_NUMBERS)) for one in (padded, larger))
+    before = taken(n, sizes)
+    for more, longer in ((2 * n, sizes), (n, larger)):
+        after = taken(more, longer)
+        wrong = np.flatnonzero((before < 0) | (after < before))
+        if wrong.size:
+            at = wrong[0]
+            raise CostError(
+                f"time.batch_bytes says that {n[at]} samples of size {sizes[at].tolist()} take "
+                f"{before[at]:,}, and {more[at]} of size {longer[at].tolist()} take "
+                f"{after[at]:,}: a time is not negative, and never falls where a batch grows"
+            )
 
 
 def _check_capacity(limit: Limit, padded: IntArray, most: int) -> None:
@@ -84,7 +110,7 @@ def _check_shapes(name: str, model: CostModel, padded: IntArray, budget: int) ->
 
 def _answer(
     name: str, function: Callable[..., Any], *arguments: IntArray, shape: tuple[int, ...]
-) -> None:
+) -> IntArray:
     shapes = ", ".join(str(argument.shape) for argument in arguments)
     asked = f"{name}, called with int64 arrays of the shapes {shapes},"
     try:
@@ -105,3 +131,4 @@ def _answer(
             f"{asked} must return whole numbers (int64), returned {found.dtype}: round bytes up, "
             "np.ceil(…).astype(np.int64), and capacities down, np.floor(…).astype(np.int64)"
         )
+    return found

@@ -17,7 +17,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, is_int, natural, optional
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
-from torchbudget.errors import BudgetError, OptionError
+from torchbudget.errors import BudgetError, CostError, OptionError
 from torchbudget.units import MAX_BYTES, Amount, format_amount, parse_bytes
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
@@ -127,6 +127,12 @@ class BatchRules:
             limits.append(Limit("max_batch_size", count, self.max_batch_size))
         for number, (model, amount) in enumerate(self.further_limits):
             limits.append(Limit(f"limits[{number}]", model, amount))
+        for limit in limits:
+            if getattr(limit.cost, "is_constant", False):  # all samples would be one batch
+                raise CostError(
+                    f"{limit.name}: a sample must cost something; give sample_bytes, unit_bytes or "
+                    "pair_bytes"
+                )
         object.__setattr__(self, "shapes", self._checked_shapes(limits))
         if self.shapes:
             rows, lengths = zip(*self.shapes, strict=True)
