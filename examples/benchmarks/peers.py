@@ -65,6 +65,7 @@ SHOWN = {name: FORMATS[name] for name in FORMATS if name not in ("workload", "to
 # Workloads in the order of the page: module, options of the whole, options of --quick.
 WORKLOADS = {
     "text": ("_peers_text", {"samples": 1000, "mib": 384}, {"samples": 100, "mib": 384}),
+    "steps": ("_peers_steps", {"samples": 1024, "mib": 384}, {"samples": 256, "mib": 384}),
     "packed": ("_peers_packed", {"samples": 1000, "mib": 384}, {"samples": 100, "mib": 256}),
     "graphs": ("_peers_graphs", {"samples": 5000, "mib": 384}, {"samples": 1500, "mib": 192}),
     "step": ("_peers_step", {"samples": 10}, {"samples": 10}),

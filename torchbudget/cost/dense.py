@@ -62,7 +62,7 @@ class DenseCost(PaddedCost):
 
     def __post_init__(self) -> None:
         super(DenseCost, self).__post_init__()
-        if not self.counts:
+        if not self.counts or self.is_constant:
             raise CostError("samples of one shape cost sample_bytes, not unit_bytes or pair_bytes")
         for name in ("sample_bytes", "host_sample_bytes"):
             object.__setattr__(self, name, whole_bytes(name, getattr(self, name)))

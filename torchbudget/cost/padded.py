@@ -86,7 +86,9 @@ class _Quadratic:
             value = _coefficients(field, getattr(self, field), its_shape)
             object.__setattr__(self, field, value)
         if self.is_constant and not self.fixed_bytes:
-            raise CostError("a batch must cost something: give a coefficient that is not 0")
+            raise CostError(
+                "a batch must cost something; give sample_bytes, unit_bytes or pair_bytes"
+            )
 
     @property
     def axes(self) -> int:
