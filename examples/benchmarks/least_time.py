@@ -7,7 +7,7 @@ other caps, and into full micro-batches, and every cut is trained on: how much l
 chosen one take than the best?
 
 Command: PYTHONPATH=. python examples/benchmarks/least_time.py [--samples N] [--turns K] [--mib K]
-[--models TEXT …] [--json PATH]
+[--models TEXT …] [--plot PNG] [--json PATH]
 
 Hardware: 2 cores of an AMD EPYC, one thread, Python 3.11, torch 2.13.0 CPU.
 
@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,9 +208,30 @@ def cut(cost: MeasuredCost, sizes: Any, budget: int, cap: float | None) -> tuple
     return [block.samples[start:stop] for start, stop in bounds], plan.rules
 
 
+def plot(cuts: list[tuple[str, int, float, bool]], path: Path) -> None:
+    """Draw the time of each cut by its number of micro-batches, and mark the chosen ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for colour, kind in enumerate(dict.fromkeys(name for name, *_ in cuts)):
+        own = sorted((number, time, chosen) for name, number, time, chosen in cuts if name == kind)
+        numbers, times, chosen = zip(*own, strict=True)
+        axes.plot(numbers, times, ".-", color=f"C{colour}", label=kind, linewidth=1)
+        at = chosen.index(True)
+        axes.plot(numbers[at], times[at], "o", color=f"C{colour}", markersize=9)
+    axes.set(xscale="log", xlabel="micro-batches of one optimizer step; the fewest are full")
+    axes.set_ylabel("seconds / those of the fastest")
+    axes.set_ylim(0.95, None)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=110)
+
+
 def main() -> None:
     arguments = parser(__doc__, samples=512, turns=5, mib=1024)
     arguments.add_argument("--models", nargs="*", default=[""], metavar="TEXT")
+    arguments.add_argument("--plot", type=Path, help="draw each cut's time into this PNG")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -218,6 +240,7 @@ def main() -> None:
         "micro-batches": "d", "of full": "d", "full": ".2f", "to best": ".3f",
     }  # fmt: skip
     results = Results(formats)
+    drawn: list[tuple[str, int, float, bool]] = []
     budget = MiB(options.mib)
     for name, make in KINDS.items():
         if not any(text in name for text in options.models):
@@ -242,6 +265,8 @@ def main() -> None:
             return {one: min(turn[one] for turn in times) for one in names}
 
         first = turns([*cuts])
+        for cap, seconds in first.items():
+            drawn.append((name, len(cuts[cap]), seconds / min(first.values()), cap == 1.0))
         again = turns([1.0, min(first, key=first.__getitem__)])
         results.row(**{
             "kind": name, "median": float(np.median(others)), "smallest": smallest, "twice": twice,
@@ -249,6 +274,8 @@ def main() -> None:
             "of full": len(cuts[None]), "full": first[None] / first[1.0],
             "to best": again[1.0] / min(again.values()),
         })  # fmt: skip
+    if options.plot:
+        plot(drawn, options.plot)
     rows = results.rows
     results.bar("chosen cut / best of all", max(row["to best"] for row in rows), 1.04)
     results.bar("median error", max(abs(row["median"]) for row in rows), 0.1)

@@ -163,25 +163,22 @@ class StepRunner:
         self._subject.advance(1)
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
 
-    def seconds_of(self, shape: tuple[int, Size], times: int) -> float:
-        """The least seconds of steps on a shape, without the first one, on the slowest rank.
+    def seconds_of(self, shape: tuple[int, Size]) -> float:
+        """The seconds of a step on a shape, on the slowest rank.
 
         Optimizers' steps and the sums of gradients over ranks are left out.
         """
-        found = []
         with ExitStack() as stack:
             for module in reducing(self._state):
                 stack.enter_context(module.no_sync())
             spent_s = stack.enter_context(optimizer_seconds(self._wait))
-            for _ in range(times):
-                self._state.rewind()
-                batch = self._subject.batch((shape[0], *shape[1]))
-                self._wait()
-                before_s, start_s = spent_s(), time.perf_counter()
-                self._subject.step(batch)
-                self._wait()
-                found.append(time.perf_counter() - start_s - (spent_s() - before_s))
-        [slowest] = self.largest(min(found[1:]))
+            self._state.rewind()
+            batch = self._subject.batch((shape[0], *shape[1]))
+            self._wait()
+            start_s = time.perf_counter()
+            self._subject.step(batch)
+            self._wait()
+            [slowest] = self.largest(time.perf_counter() - start_s - spent_s())
         return float(slowest)
 
     def attempt(self, shape: tuple[int, Size]) -> None:

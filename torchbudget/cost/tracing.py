@@ -369,7 +369,9 @@ class _Counter(TorchDispatchMode):
         self._checks, (self._bool, self._float) = tracer.checks, tracer.values
         self._granularity = _BLOCKS.get(target, 1)
         self._temporaries = {"cuda": TEMPORARIES, "cpu": _ON_CPU}.get(target, {})
-        self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
+        self._formulas = {**flop_registry}
+        self._formulas |= {on_cpu: flop_registry[counted] for counted, on_cpu in _FLASH.items()}
+        self._mended = {} if env is None else OPERATIONS
         # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
         # Python may ask for more, as `expand`, whose C++ takes only numbers.
         self._python = nullcontext if env is None else enable_python_dispatcher
@@ -643,6 +645,15 @@ _ON_CPU: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     torch.ops.aten.sum.default: _in_int64,
     torch.ops.aten.sum.dim_IntList: _in_int64,
     torch.ops.aten.cumsum.default: _in_int64,
+}
+# Attention on a card, whose floating-point operations torch counts, and the same on the CPU.
+_FLASH: Final[dict[Any, Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention: (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    ),
 }
 # Operations whose shapes torch's fake tensors read from values, or do not know on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {

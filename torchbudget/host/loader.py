@@ -483,7 +483,8 @@ def _summary(
     host: Mapping[str, Any],
 ) -> list[str]:
     """Lines about sizes, padding, cost, plan and host."""
-    sizes, rules, report = batches.sizes, sampler.plan.rules, sampler.report()
+    sizes, report = batches.sizes, sampler.report()
+    rules = replace(sampler.plan.rules, most_time=None)
     longest = sizes[batches.rounded().prod(axis=1).argmax()]
     median = np.median(sizes, axis=0).astype(np.int64)
     one, other = (
@@ -492,12 +493,15 @@ def _summary(
     each, key = report.batches // report.ranks, batches.key
     by = "" if key is None else f", by {getattr(key, '__name__', key)!r}"
     least, most = _shown(sizes.min(axis=0)), _shown(sizes.max(axis=0))
+    full = f"{report.fill:.1%} full"
+    if report.epoch_s is not None:
+        full = f"{report.epoch_s:,.3g} s an epoch by the measured time"
     lines = [
         f"sizes  {len(sizes):,} samples of {least} to {most}{by}",
         *padding,
         f"cost   {cost}",
         f"fits   longest sample {one}; median {other}",
-        f"plan   {each:,} batches a rank, {report.fill:.1%} full, {report.padding:.1%} padding",
+        f"plan   {each:,} batches a rank, {full}, {report.padding:.1%} padding",
     ]
     if isinstance(host, LoaderOptions):
         lines.append(f"host   {host.explain().splitlines()[0]}; limited by {host.limited_by}")
