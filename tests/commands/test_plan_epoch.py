@@ -18,6 +18,7 @@ from tests.support.commands import COMMAND, ENVIRONMENT
 from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 from torchbudget.commands.command_line import main
+from torchbudget.cost.pieces import Probe
 
 SIZES = np.random.default_rng(0).integers(10, 400, 2000)
 ASKED = ("--budget", "4000", "--unit-bytes", "1", "--fixed-bytes", "0.1kB")
@@ -120,3 +121,25 @@ def test_a_reader_that_goes_away() -> None:
     shell = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(shell, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_budgets_are_compared_by_the_predicted_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a step's samples and a measured cost; beyond the runs it is extrapolated."""
+    # 1, n, L, n·L, operations, bytes, bytes above the knee
+    seconds = 1e-3, 0.0, 0.0, 1e-5, 0.0, 0.0, 0.0
+    runs = (Probe(4, (400,), 2500, False, "run", 0.1),)
+    cost = measured(COST, seconds=seconds, probes=runs)
+    cost.save("cost.json")
+    asked = ["plan", "sizes.npy", "--cost", "cost.json", "--samples-per-step", "500"]
+    assert main([*asked, "--budget", "1kB", "--budget", "8kB"]) == 0
+    title, low, high = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert title[:2] == ["budget", "seconds"]
+    for row, budget in ((low, 1000), (high, 8000)):
+        report = report_of(cost, budget, samples_per_step=500)
+        assert row[1:3] == [f"{report.epoch_s:,.1f}", f"{report.batches:,}"]
+    assert (low[-1], high[-1]) == (low[4], "extrapolated")
+    for more in (["--min-fill", "0.5"], ["--budget", "9kB", "--json"]):
+        assert main([*asked, "--budget", "8kB", *more]) == 2
+    assert "--min-fill does not go with a plan of least time" in capsys.readouterr().err
+    assert main([*asked[:4], "--budget", "1kB", "--budget", "8kB"]) == 2
+    assert "pass --samples-per-step, and a --cost" in capsys.readouterr().err

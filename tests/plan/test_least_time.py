@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,29 @@ def test_multiples_are_kept_unless_fewer_fit_the_bytes() -> None:
     [batches] = plan_step(sizes, TOKENS, 16_384, time=time, batch_size_multiple=8).micro_batches
     for batch in batches[:-2]:
         assert len(batch) % 8 == 0 or len(batch) == 16_384 // sizes[batch].max()
+
+
+def test_a_time_that_was_measured_anew_cuts_the_same_steps() -> None:
+    """Resumed in the midst of a step: each sample once, and later steps have the same samples."""
+    sizes = lengths(3, 512)
+
+    def sampler(each: int) -> MemoryBudgetBatchSampler:
+        time = PaddedCost(fixed_bytes=each, unit_bytes=1)
+        return MemoryBudgetBatchSampler(sizes, TOKENS, 16_384, samples_per_step=128, time=time)
+
+    def by_step(batches: list[list[int]], steps: Any) -> list[set[int]]:
+        ends = np.cumsum(steps)
+        return [
+            {index for batch in batches[end - step : end] for index in batch}
+            for step, end in zip(steps, ends, strict=True)
+        ]
+
+    whole = sampler(100)
+    expected = by_step(list(whole), whole.steps)
+    begun, resumed = sampler(100), sampler(3000)
+    first = list(islice(begun, 3))
+    resumed.load_state_dict(begun.state_dict())
+    rest = list(resumed)
+    assert sorted(index for batch in first + rest for index in batch) == list(range(512))
+    assert by_step(rest, resumed.steps)[1:] == expected[1:]
+    assert len(rest) < len(list(whole)) - 3
