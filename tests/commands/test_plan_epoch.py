@@ -18,7 +18,6 @@ from tests.support.commands import COMMAND, ENVIRONMENT
 from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 from torchbudget.commands.command_line import main
-from torchbudget.cost.pieces import Probe
 
 SIZES = np.random.default_rng(0).integers(10, 400, 2000)
 ASKED = ("--budget", "4000", "--unit-bytes", "1", "--fixed-bytes", "0.1kB")
@@ -127,8 +126,7 @@ def test_budgets_are_compared_by_the_predicted_time(capsys: pytest.CaptureFixtur
     """Of a step's samples and a measured cost; beyond the runs it is extrapolated."""
     # 1, n, L, n·L, operations, bytes, bytes above the knee
     seconds = 1e-3, 0.0, 0.0, 1e-5, 0.0, 0.0, 0.0
-    runs = (Probe(4, (400,), 2500, False, "run", 0.1),)
-    cost = measured(COST, seconds=seconds, probes=runs)
+    cost = measured(COST, seconds=seconds, room=2500)
     cost.save("cost.json")
     asked = ["plan", "sizes.npy", "--cost", "cost.json", "--samples-per-step", "500"]
     assert main([*asked, "--budget", "1kB", "--budget", "8kB"]) == 0

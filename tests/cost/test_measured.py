@@ -187,7 +187,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     read = json.loads(path.read_text())
     read["pieces"][0]["nodes"][1] = ["eval", "print(1)"]
     others = [
-        ({**read, "format": 1}, "format 1 is not 8; measure again"),
+        ({**read, "format": 1}, "format 1 is not 9; measure again"),
         (read, "no rule to evaluate"),
         ({}, "not a saved cost"),
         ([], "not a saved cost"),

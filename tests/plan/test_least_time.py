@@ -120,3 +120,24 @@ def test_a_time_that_was_measured_anew_cuts_the_same_steps() -> None:
     assert sorted(index for batch in first + rest for index in batch) == list(range(512))
     assert by_step(rest, resumed.steps)[1:] == expected[1:]
     assert len(rest) < len(list(whole)) - 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_windows_that_the_cap_cannot_be_dealt_in(ranks: int) -> None:
+    """Steps of few samples that have too many micro-batches are cut without the cap, each alone."""
+    time = PaddedCost(fixed_bytes=5, unit_bytes=1)
+    for seed in range(20):
+        sizes = np.random.default_rng(seed).choice([10, 11, 200, 300], 35 * ranks)
+        common: dict[str, Any] = {
+            "samples_per_step": 5, "num_replicas": ranks, "time": time, "shuffle": False,
+        }  # fmt: skip
+
+        def sampler(rank: int, sizes: Any = sizes, common: Any = common) -> Any:
+            return MemoryBudgetBatchSampler(sizes, TOKENS, 1200, rank=rank, **common)
+
+        every = [list(sampler(rank)) for rank in range(ranks)]
+        assert {len(batches) for batches in every} == {len(sampler(0))}
+        begun, resumed = sampler(0), sampler(0)
+        first = list(islice(begun, len(every[0]) // 2))
+        resumed.load_state_dict(begun.state_dict())
+        assert first + list(resumed) == every[0]

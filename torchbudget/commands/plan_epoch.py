@@ -105,8 +105,7 @@ def _by_budget(budgets: Sequence[str], reports: Sequence[PlanReport], cost: Cost
     Raises:
         OptionError: the plans have no predicted time.
     """
-    probes = cost.probes if isinstance(cost, MeasuredCost) else ()
-    measured_bytes = max((one.peak_bytes for one in probes if one.how == "run"), default=0)
+    room = (cost.room if isinstance(cost, MeasuredCost) else None) or 0
     rows = [("budget", "seconds", "micro-batches", "padding", "fullest", "")]
     for budget, report in zip(budgets, reports, strict=True):
         if report.epoch_s is None:
@@ -114,7 +113,7 @@ def _by_budget(budgets: Sequence[str], reports: Sequence[PlanReport], cost: Cost
                 "several budgets are compared by the predicted time of an epoch: pass "
                 "--samples-per-step, and a --cost that was measured by real steps"
             )
-        is_beyond = report.fullest * parse_bytes(budget) > measured_bytes
+        is_beyond = report.fullest * parse_bytes(budget) > room
         rows.append((
             budget, f"{report.epoch_s:,.1f}", f"{report.batches:,}", f"{report.padding:.1%}",
             f"{report.fullest:.1%}", "extrapolated" if is_beyond else "",

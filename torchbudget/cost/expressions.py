@@ -177,7 +177,7 @@ class Expressions:
         each = three - two - 5 * square
         rows = np.stack([two - 2 * each - 4 * square, each, square], axis=1)
         whole = np.rint(rows)
-        rows = np.where(np.abs(rows - whole) <= 1e-6 + 1e-14 * four[:, None], whole, rows)
+        rows = np.where(np.abs(rows - whole) <= 1e-6 + 1e-14 * np.abs(four[:, None]), whole, rows)
         constant, each, square = rows[:, :, None].swapaxes(0, 1)
         if not np.allclose(constant + n * (each + n * square), most, 1e-9, 1e-3):
             raise UntraceableError("bytes that are no polynomial of degree 2 in n")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_MARGIN: Final = 1000
 # Added to the margin if an allocation failed, and again after each `replan` until none fails.
 _FAILED: Final = 0.02
-_FORMAT: Final = 8  # of files
+_FORMAT: Final = 9  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
 # Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
 # enough that the sum over a window does not wrap.
@@ -149,26 +149,13 @@ class MeasuredCost:
                 "this cost has no time: its steps were traced, not run, or are a forward of so few "
                 "samples that timing would not pay; measure it with method='auto' or 'run'"
             )
-        factors = np.array(self.seconds) * 1e9
-        fixed, each, *by_axis, flop, byte, above = factors.tolist()
+        fixed, each, *by_axis, flop, byte, above = (1e9 * one for one in self.seconds)
         knee = self.knee + self.empty
         pieces = [one.weighted(flop, byte, above, knee) for one in self.pieces]
         grid = None if self.grid is None else self.grid.weighted(byte, above, knee)
         offset = -byte * self.empty
         surface = Surface.of(self._levels(), pieces, grid, empty=0, offset=offset, scale=1.0)
         return surface.plus((fixed, *by_axis[::2]), (each, *by_axis[1::2]))
-
-    @property
-    def work(self) -> MeasuredCost:
-        """The cost whose bytes are a step's floating-point operations.
-
-        In the grid, which has none, bytes beside the floor stand for them.
-        """
-        pieces = (replace(one, sums=(one.flops,)) for one in self.pieces)
-        grid = None if self.grid is None else self.grid.without_floor()
-        return replace(
-            self, pieces=tuple(pieces), grid=grid, empty=0, margin=0.0, offset=0.0, scale=1.0
-        )
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; `MAX_BYTES` for unknown shapes, and from 2⁶² bytes on."""

@@ -88,7 +88,7 @@ class Piece:
         """The piece of `flop·operations + byte·bytes + above·(bytes above a knee)`."""
         expressions = Expressions.of(self.nodes)
         node = expressions.node
-        operations = node("Mul", node("float", flop), self.flops)
+        operations = node("Mul", node("float", flop), self.flops) if flop else node("int", 0)
         # Whichever of the two lines is higher counts, as with all sums.
         lines = [(byte, 0.0)] if not above else [(byte, 0.0), (byte + above, -above * knee)]
         sums = [
@@ -482,12 +482,6 @@ class Grid:
     def floor(self) -> float:
         """The least bytes of any shape."""
         return min(min(column) for column in self.values if column)
-
-    def without_floor(self) -> Grid:
-        """The grid of bytes above the floor."""
-        floor = self.floor
-        values = tuple(tuple(one - floor for one in column) for column in self.values)
-        return replace(self, values=values, reached=MAX_BYTES)
 
     def weighted(self, byte: float, above: float, knee: int) -> Grid:
         """The grid of `byte·bytes + above·(bytes above a knee)`."""

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,8 +93,9 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         cost = runs.climbed() if traced is None else runs.scaled(traced)
         reserve = reserve_of(cost, runs.runner, subject, room)
         cost = replace(cost, offset=cost.offset + reserve)
-        [measured_s] = runs.runner.largest(time.perf_counter() - begun_s)
-        cost = timed(cost, subject, runs.room, runs.runner.seconds_of, measured_s)
+        runner, samples = runs.runner, subject.domain.samples
+        measured_s, samples = runner.largest(time.perf_counter() - begun_s, samples)
+        cost = timed(cost, subject, runs.room, runner.seconds_of, measured_s, samples)
     largest = subject.domain.between(1.0)
     if all(probe.size != largest for probe in cost.probes):
         subject.notes.append(
@@ -164,22 +165,20 @@ class StepRunner:
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
 
     def seconds_of(self, shape: tuple[int, Size]) -> float:
-        """The seconds of a step on a shape, on the slowest rank.
+        """The seconds of a step on a shape, on the slowest rank; infinite if it did not fit.
 
-        Optimizers' steps and the sums of gradients over ranks are left out.
+        Optimizers' steps, and DDP's sums of gradients over ranks, are left out.
         """
+        found = [0.0]
         with ExitStack() as stack:
             for module in reducing(self._state):
                 stack.enter_context(module.no_sync())
             spent_s = stack.enter_context(optimizer_seconds(self._wait))
-            self._state.rewind()
-            batch = self._subject.batch((shape[0], *shape[1]))
-            self._wait()
-            start_s = time.perf_counter()
-            self._subject.step(batch)
-            self._wait()
-            [slowest] = self.largest(time.perf_counter() - start_s - spent_s())
-        return float(slowest)
+            failed = self._ran_out(lambda: found.append(self._step(*shape)), shape)
+        failed, seconds = self.largest(failed, found[-1] - spent_s())
+        if failed:
+            self._free()
+        return math.inf if failed else float(seconds)
 
     def attempt(self, shape: tuple[int, Size]) -> None:
         """Make a step on a shape, whether or not it fits.
@@ -223,45 +222,59 @@ class StepRunner:
             ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
         """
         found = [(Peak(), 0, 0.0)]
-        try:
-            failed = ran_out_of_memory(lambda: found.append(self._run(shapes)))
-        except TorchBudgetError:
-            raise
-        except Exception as error:
-            n, size = shapes[-1]
-            raise CostError(
-                f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
-                "it must take batches of one sample and more, of all sizes (for a U-Net and others "
-                "that halve sizes, pass size_multiple=), and make_batch, or the collate_fn of "
-                "loader, must give all fields that it reads, labels included"
-            ) from error
+        failed = self._ran_out(lambda: found.append(self._run(shapes)), shapes[-1])
         peak, beside_bytes, seconds = found[-1]
         failed |= peak.failures > 0  # a library continued without that memory
         worst = self.largest(failed, peak.bytes, peak.retries, seconds)
         failed, peak.bytes, peak.retries, seconds = worst
         if not failed:
             return peak, beside_bytes, seconds
+        self._free()
+        raise ProbeOutOfMemoryError
+
+    def _ran_out(self, run: Callable[[], object], shape: tuple[int, Size]) -> bool:
+        """Whether steps ran out of memory.
+
+        Raises:
+            CostError: they raised another error.
+        """
+        try:
+            return ran_out_of_memory(run)
+        except TorchBudgetError:
+            raise
+        except Exception as error:
+            n, size = shape
+            raise CostError(
+                f"the step raised {type(error).__name__}: {error}, on {n} samples of size {size}: "
+                "it must take batches of one sample and more, of all sizes (for a U-Net and others "
+                "that halve sizes, pass size_multiple=), and make_batch, or the collate_fn of "
+                "loader, must give all fields that it reads, labels included"
+            ) from error
+
+    def _free(self) -> None:
+        """Free what a step has left that ran out of memory."""
         for parameter in self._state.parameters():
             parameter.grad = None
         self.empty_cache()
-        raise ProbeOutOfMemoryError
 
     def _run(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         self.empty_cache()
         with self._subject.checks.checked(), peak_memory(self._device) as peak:
             for n, size in shapes:
                 beside_bytes = self._read_beside_bytes()
-                self._state.rewind()
-                batch = self._subject.batch((n, *size))
-                self._wait()
-                start_s = time.perf_counter()
-                result = self._subject.step(batch)
-                self._check_finite(result)
-                self._wait()
-                seconds = time.perf_counter() - start_s
-                del batch, result
+                seconds = self._step(n, size)
         peak.bytes -= self._state.replaced_bytes()
         return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
+
+    def _step(self, n: int, size: Size) -> float:
+        """A step on a batch; its seconds."""
+        self._state.rewind()
+        batch = self._subject.batch((n, *size))
+        self._wait()
+        start_s = time.perf_counter()
+        self._check_finite(self._subject.step(batch))
+        self._wait()
+        return time.perf_counter() - start_s
 
     def _wait(self) -> None:
         if self.memory is not None:

@@ -28,7 +28,9 @@ _PASSES: Final = (2, 5)
 # Sizes, as places between the smallest and the largest, and the shares of the budget's rest that
 # batches of them take beside one sample. Batches that take the least time are small.
 _PLACES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-_SHARES: Final = (0.003, 0.012, 0.05, 0.2)
+_SHARES: Final = (0.0, 0.003, 0.012, 0.05, 0.2)
+_OF_ONE: Final = 0.5  # that one sample takes at the most; no batch of its size may have been run
+_LEAST_SHAPES: Final = 6
 _HELD_OUT: Final = 3  # every third shape only tells the error
 # Shares of the shapes below a knee. Above one, each byte may take longer: kernels that were begun
 # ahead are waited for, and caches are full. Without it, five kinds of steps took up to 8 % less
@@ -45,6 +47,7 @@ def timed(
     room: int,
     seconds_of: Callable[[tuple[int, Size]], float],
     measured_s: float,
+    samples: int,
 ) -> MeasuredCost:
     """The cost with the coefficients of its time, and a note of its error on other shapes.
 
@@ -55,22 +58,29 @@ def timed(
         cost: of bytes.
         subject: the step and its batches.
         room: the budget.
-        seconds_of: the seconds of a step on a shape, the same on all ranks.
-        measured_s: seconds that measuring has taken, the same on all ranks.
+        seconds_of: the seconds of a step on a shape; infinite: it did not fit.
+        measured_s: seconds that measuring has taken.
+        samples: in the data set; 0: it is not known. These three are the same on all ranks.
+
+    Returns:
+        The same cost if too few shapes could be timed to tell what their terms take.
     """
     left_s = max(_SECONDS, _SHARE * measured_s)
-    if not subject.state.optimizers and subject.domain.samples:  # a forward, of one pass
+    if not subject.state.optimizers and samples:  # a forward, of one pass
         each_s = max((one.seconds or 0.0) / one.n for one in cost.probes)
-        if _SHARE * each_s * subject.domain.samples < left_s:
+        if _SHARE * each_s * samples < left_s:
             return cost
     shapes: list[tuple[int, Size]] = []
     once_s = 0.0
     for shape in _shapes(cost, subject, room):
-        if once_s * (1 + _PASSES[0]) > left_s:
+        if not shapes:
+            seconds_of(shape)  # what the first step compiles or begins comes once
+        seconds = seconds_of(shape)
+        if (once_s + seconds) * (1 + _PASSES[0]) > left_s:
             break
         shapes.append(shape)
-        once_s += seconds_of(shape)
-    if not shapes:
+        once_s += seconds
+    if len(shapes) < _LEAST_SHAPES or max(n for n, _ in shapes) == 1:
         return cost
     passes = int(np.clip(left_s / once_s - 1, *_PASSES))
     took = np.min([[*map(seconds_of, shapes)] for _ in range(passes)], axis=0)
@@ -80,8 +90,10 @@ def timed(
     choices = [np.column_stack([known, np.maximum(bytes_above - knee, 0)]) for knee in knees]
     held_out = _best([terms[fitted] for terms in choices], took[fitted])
     errors = choices[held_out[0]][~fitted] @ held_out[1] / took[~fitted] - 1
-    told = f", by {len(errors)} others, up to {np.abs(errors).max():.0%} off" if len(errors) else ""
-    subject.notes.append(f"time was measured with {len(shapes)} shapes{told}")
+    subject.notes.append(
+        f"time was measured with {len(shapes)} shapes, by {len(errors)} others, up to "
+        f"{np.abs(errors).max():.0%} off"
+    )
     at, coefficients = _best(choices, took)
     return replace(cost, seconds=tuple(coefficients.tolist()), knee=int(knees[at]))
 
@@ -91,13 +103,12 @@ def _shapes(cost: MeasuredCost, subject: Subject, room: int) -> list[tuple[int, 
     sizes = list(dict.fromkeys(map(subject.domain.between, _PLACES)))
     asked = np.array(sizes)[:, 0] if cost.axes == 1 else np.array(sizes)
     ones = cost.batch_bytes(1, asked)
-    found = {}
+    least, found = int(ones.min()), {}
     for size, each, one in zip(sizes, asked, ones.tolist(), strict=True):
-        shares = [one, *(int(ones.min() + share * (room - ones.min())) for share in _SHARES)]
-        for amount in shares if one <= room else ():
+        for share in _SHARES if one <= least + _OF_ONE * (room - least) else ():
+            amount = max(one, int(least + share * (room - least)))
             n = min(int(cost.capacity(each, amount)), subject.most_samples(size))
-            if n >= 1:
-                found[n, size] = int(cost.batch_bytes(n, each))
+            found[n, size] = int(cost.batch_bytes(n, each))
     return sorted(found, key=lambda shape: (found[shape], shape))
 
 
@@ -108,8 +119,12 @@ def _terms(cost: MeasuredCost, shapes: list[tuple[int, Size]]) -> tuple[FloatArr
     """
     n, sizes = np.array([n for n, _ in shapes]), np.array([size for _, size in shapes])
     asked = sizes if cost.axes > 1 else sizes[:, 0]
-    of_bytes = np.maximum(cost.traced_bytes(n, asked) - cost.empty, 0)
-    flops = cost.work.traced_bytes(n, asked) if cost.grid is None else 0 * n
+    traced = cost.traced_bytes(n, asked)
+    of_bytes = np.where(traced < MAX_BYTES, np.maximum(traced - cost.empty, 0), 0)
+    pieces = tuple(replace(one, sums=(one.flops,)) for one in cost.pieces)
+    flops = 0 * n
+    if cost.grid is None:
+        flops = replace(cost, pieces=pieces).traced_bytes(n, asked)
     by_axis = [term for size in sizes.T for term in (size, n * size)]
     terms = np.stack([np.ones(len(n)), n, *by_axis, flops, of_bytes], axis=1)
     terms = np.where(terms < MAX_BYTES, terms, 0.0)
@@ -137,7 +152,7 @@ def _not_negative(terms: FloatArray) -> FloatArray:
     that helps most joins, and terms that would become negative leave.
     """
     scales = np.maximum(terms.max(axis=0), _LEAST_TERM)
-    matrix = terms / scales
+    matrix, ones = terms / scales, np.ones(len(terms))
     found, joined = np.zeros(len(scales)), np.zeros(len(scales), bool)
     for _ in range(_MOST_JOINS):
         helps = np.where(joined, 0.0, matrix.T @ (1 - matrix @ found))
@@ -146,7 +161,7 @@ def _not_negative(terms: FloatArray) -> FloatArray:
         joined[helps.argmax()] = True
         while True:
             solved = np.zeros(len(scales))
-            solved[joined] = np.linalg.lstsq(matrix[:, joined], np.ones(len(matrix)))[0]
+            solved[joined] = np.linalg.lstsq(matrix[:, joined], ones, rcond=None)[0]
             leaving = joined & (solved <= 0)
             if not leaving.any():
                 break

@@ -196,9 +196,8 @@ def level(
     if not head:
         return None  # one micro-batch each: they are as alike as can be already
     found = None
-    for tried in (
-        np.linspace(budget, windows.rules.lowered.amount, _HEADS).astype(np.int64).tolist()
-    ):
+    whole = windows.rules.lowered.amount
+    for tried in np.linspace(budget, whole, _HEADS).astype(np.int64).tolist():
         if most * ranks <= work.sum() * _EVEN:
             break
         starts = np.array(windows.starts(row, tried)[: head + 1])

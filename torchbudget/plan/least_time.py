@@ -7,6 +7,7 @@ a micro-batch takes at least. So micro-batches keep a cap on their time beside t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,13 +24,14 @@ from torchbudget.plan.cut import Windows
 from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import arranged_windows, best_strips, solve, work_of_runs
+from torchbudget.plan.solver import arranged_windows, best_strips, solve, waited, work_of_runs
 
 # Caps that are tried: each half of the one before, and then some between the best one's neighbours.
 _FINER: Final = 2 ** (np.array([-6, -4, -3, -2, -1, 1, 2, 3, 4, 6]) / 8)
 # Of the caps within this share of the fastest, the highest: collating, copies and logging, which
 # the time does not contain, come with each micro-batch. 22 micro-batches became 17, 45 became 32.
 _NEARLY: Final = 1.01
+_SURVEY: Final = 512  # samples that decide the strips of several axes
 # A smaller gain is looked for among windows as they are dealt: they were up to 0.9 % slower.
 _SURE: Final = 0.05
 
@@ -37,8 +39,8 @@ Sized: TypeAlias = tuple[npt.NDArray[Any], Labels]
 
 
 def with_least_time(
-    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int
-) -> tuple[BatchRules, int]:
+    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int | None
+) -> tuple[BatchRules, int | None]:
     """Rules with the cap on time under which windows take the least time, and strips to cut by.
 
     The time of a window is that of its slowest rank; if ranks wait for each other every round, the
@@ -50,7 +52,7 @@ def with_least_time(
         rules: of a micro-batch, without a cap on time.
         windows: sizes of some windows' samples, shape `(S,)` or `(S, d)`, and their labels.
         ranks: that share each window.
-        strips: that are best for full micro-batches.
+        strips: that are best for full micro-batches; `None`: they are found for each window.
 
     Returns:
         The same rules and strips where no cap is faster, or none can be: there is no time, single
@@ -66,19 +68,28 @@ def with_least_time(
         return rules, strips
     fastest = partial(_fastest, rules, windows, ranks, int(one.min()))
     cap, gain = fastest(strips)
+    best = strips
     if every.ndim > 1 and cap is not None:  # how many strips are best depends on the cap
-        strips = best_strips(windows[0][0], replace(rules, most_time=cap))
-        cap, gain = fastest(strips)
+        some = every[:: max(len(every) // _SURVEY, 1)]
+        best = best_strips(some, replace(rules, most_time=cap))
+        cap, gain = fastest(best)
+    if cap is None:
+        return rules, strips
     timed = replace(rules, most_time=cap)
     if gain < _SURE:
         with suppress(UnevenRanksError):  # of which the plan tells where it comes to the window
-            full, capped = (_solved_time(one, windows, ranks, strips) for one in (rules, timed))
-            return rules if full <= _NEARLY * capped else timed, strips
-    return timed, strips
+            full = _solved_time(rules, windows, ranks, strips)
+            if full <= _NEARLY * _solved_time(timed, windows, ranks, best):
+                return rules, strips
+    return timed, best
 
 
 def _fastest(
-    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, least_each: int, strips: int
+    rules: BatchRules,
+    windows: Sequence[Sized],
+    ranks: Dealing,
+    least_each: int,
+    strips: int | None,
 ) -> tuple[int | None, float]:
     """The cap under which windows take the least time, `None` if none is faster, and what it gains.
 
@@ -90,38 +101,46 @@ def _fastest(
         each = partial(arranged_windows, rules=rules, strips=strips, ranks=ranks)
         return [each(sizes[None], labels=labels) for sizes, labels in windows]
 
-    def work_under(cap: int, arranged: Sequence[Windows]) -> list[IntArray]:
-        return [work_of_runs(window, window.cut(np.array([cap])))[0] for window in arranged]
+    def work_under(cap: int, windows: Sequence[Windows]) -> list[IntArray]:
+        return [work_of_runs(window, window.cut(np.array([cap])))[0] for window in windows]
 
-    def time_of(work: IntArray) -> float:
+    def time_of(work: IntArray, window: Windows) -> float:
         if not ranks.even_sums:
             return float(np.sort(work)[:: -ranks.number].sum())
-        more = -len(work) % ranks.together * least_each
-        return float(max((work.sum() + more) / ranks.number, work.max()))
+        more = -len(work) % ranks.together
+        if len(work) + more > len(window.firsts):  # so many cannot be dealt
+            return math.inf
+        return float(max((work.sum() + more * least_each) / ranks.number, work.max()))
 
-    full = work_under(rules.budget_bytes, arranged(rules))
+    def total(works: Sequence[IntArray]) -> float:
+        times = zip(map(time_of, works, timed), whole_times, strict=True)
+        # A window that cannot be dealt has no cap.
+        return sum(whole if time == math.inf else time for time, whole in times)
+
+    untimed = arranged(rules)
+    full = work_under(rules.budget_bytes, untimed)
+    whole_times = [*map(time_of, full, untimed)]
     top = int(max(work.max() for work in full))
-    times = {top: sum(map(time_of, full))}
+    times = {top: sum(whole_times)}
     timed = arranged(replace(rules, most_time=top))
     cap, rounds = top // 2, 0
     while cap and rounds * least_each < min(times.values()):  # lower caps make more rounds
         works = work_under(cap, timed)
-        times[cap], rounds = sum(map(time_of, works)), sum(map(len, works)) // ranks.number
+        times[cap], rounds = total(works), sum(map(len, works)) // ranks.number
         cap //= 2
     best = min(times, key=times.__getitem__)
     for finer in _FINER:
         cap = min(max(round(best * finer), 1), top)
-        times[cap] = sum(map(time_of, work_under(cap, timed)))
+        times[cap] = total(work_under(cap, timed))
     least = min(times.values())
     nearly = [cap for cap, time in times.items() if time <= _NEARLY * least]
     return (None if top in nearly else max(nearly)), 1 - least / times[top]
 
 
-def _solved_time(rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int) -> float:
+def _solved_time(
+    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int | None
+) -> int:
     """The time of windows as they are dealt, in the unit of `rules.time`."""
-    total = 0.0
-    for sizes, labels in windows:
-        block = solve(rules, sizes[None], ranks, strips=strips, labels=labels)
-        work = block.costs(rules, rules.work).reshape(-1, ranks.number).astype(float)
-        total += float(work.sum(axis=0).max() if ranks.even_sums else work.max(axis=1).sum())
-    return total
+    solved = partial(solve, rules, ranks=ranks, strips=strips)
+    blocks = (solved(sizes[None], labels=labels) for sizes, labels in windows)
+    return sum(waited(block, rules, ranks) for block in blocks)

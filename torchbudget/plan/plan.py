@@ -45,7 +45,8 @@ _BLOCK_SAMPLES: Final = 2**18
 _WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
 # Samples whose capacities are read to estimate the number of micro-batches in a window.
 _SURVEY: Final = 4096
-_SURVEYED: Final = 4  # windows in which a cap on time is looked for
+_SURVEYED: Final = 4  # windows in which a cap on time is looked for; more if they are small
+_SURVEYED_SAMPLES: Final = 1024
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Dealing()
@@ -147,20 +148,26 @@ class Plan:
         several &= rules.packing is None and not rules.shapes
         several &= rules.time is None or ranks.even_sums
         self._most_windows = max(samples // self.window, 1) if several else 1
-        self.strips = best_strips(survey[: self.window], rules)
+        self.strips: int | None = best_strips(survey[: self.window], rules)
         if ranks.even_sums or ranks.repeats:  # the samples of a window, or of the pass, are given
-            some = self._some_windows()
-            self.rules, self.strips = with_least_time(rules, some, ranks, self.strips)
+            given = self._some_windows()
+            self.rules, self.strips = with_least_time(rules, given, ranks, self.strips)
+        if self.rules.most_time is not None and self.window % ranks.together:
+            # A window whose runs are too many to be dealt has no cap, and others keep theirs.
+            self._most_windows = 1
         # The window whose rounds `left_of` asked for last, and the round of each of its samples.
         self._known_rounds: tuple[tuple[Any, ...], IntArray] | None = None
 
     def _some_windows(self) -> list[tuple[npt.NDArray[Any], Labels]]:
         """Sizes and labels of the samples of a few windows of the first epoch."""
-        order = self.order
+        order, firsts = self.order, self._sections.firsts
         each = max(min(self.window, len(order), _BLOCK_SAMPLES), 1)
+        number = min(max(_SURVEYED, _SURVEYED_SAMPLES // each), len(order) // each)
         found = []
-        for start in range(0, min(_SURVEYED * each, len(order) - each + 1), each):
-            indices = order.indices(Cursor(epoch=0).pass_key, start, start + each)
+        # Evenly spread: samples may be in order of their sizes.
+        for start in np.linspace(0, len(order) - each, number).astype(int).tolist():
+            end = min(start + each, int(firsts[self._sections.at(start) + 1]))
+            indices = order.indices(Cursor(epoch=0).pass_key, start, end)
             found.append((self._sizes_at(indices), order.labels.take(indices)))
         return found
 

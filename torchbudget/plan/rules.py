@@ -81,7 +81,7 @@ class BatchRules:
         max_shapes: the number of shapes of padded batches, which `fitted` chooses; or those shapes,
             pairs of rows and length; `None`: any number of them.
         most_time: cap on the time of a micro-batch of several samples, beside the limits: see
-            `fastest`. `None`: micro-batches are as full as fits.
+            `with_least_time`. `None`: micro-batches are as full as fits.
         limits: everything that no micro-batch may exceed: the budget, `max_batch_size`, the
             further limits and, as rows of a shape that covers it, the shapes.
         shapes: pairs of rows and length, the fewest rows first; empty: any.
@@ -141,7 +141,7 @@ class BatchRules:
         object.__setattr__(self, "limits", tuple(limits))
         timed = None if self.most_time is None else Limit("time", self.work, self.most_time)
         object.__setattr__(self, "lowered", limits[0] if timed is None else timed)
-        counted = [one.most for one in self.others if one.most is not None]
+        counted = [one.most for one in limits if one.most is not None]
         object.__setattr__(self, "most", max(min(counted), 1) if counted else None)
         costs = [(self.packing, self.budget_bytes)]
         costs += [(limit.summed, limit.amount) for limit in limits[1:]]
@@ -245,11 +245,6 @@ class BatchRules:
         """The cost model that ranks are balanced by."""
         return self.cost if self.time is None else self.time
 
-    @property
-    def others(self) -> tuple[Limit, ...]:
-        """The limits that are never lowered."""
-        return self.limits[1:] if self.most_time is None else self.limits
-
     def costs(self, model: CostModel, n: ArrayLike, padded_sizes: ArrayLike) -> IntArray:
         """The costs of micro-batches by `cost` or `work`, shape `(…)`.
 
@@ -307,7 +302,9 @@ class BatchRules:
         n = self.lowered.cost.capacity(padded, amount)
         if self.most_time is not None:
             n = np.maximum(n, self.batch_size_multiple)
-        for limit in self.others:
+        for limit in self.limits:
+            if limit is self.lowered:
+                continue
             if limit.most is None and (alike or limit.summed is None):
                 n = np.minimum(n, limit.cost.capacity(padded, limit.amount))
         return np.maximum(n if self.most is None else np.minimum(n, self.most), 1)

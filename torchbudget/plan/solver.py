@@ -4,7 +4,7 @@ Each window is arranged so that neighbours are alike, cut into runs that fit the
 over the ranks, dealt to them, and its rounds are shuffled. Nothing is carried from one window to
 the next: the solution is a function of the rules, the window's sizes, the ranks and its key.
 
-How a window is cut (`_arranged`):
+How a window is cut (`arranged_windows`):
 
 | samples              | class           | why                                                     |
 |----------------------|-----------------|---------------------------------------------------------|
@@ -36,8 +36,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Final
+from functools import partial, wraps
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,10 @@ from torchbudget.plan.shapes import RoundWindow
 from torchbudget.units import MAX_BYTES
 
 # Samples of a window that decide how its axes are cut into strips.
-SURVEY: Final = 512
+_SURVEY: Final = 512
 _ONE_RANK: Final = Dealing()
+
+Found = TypeVar("Found", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,10 +281,25 @@ def arranged_windows(
     if sizes.ndim == 2:
         return SortedWindows(sizes, rules, labels)
     if strips is None:
-        strips = best_strips(sizes[0, :: max(sizes.shape[1] // SURVEY, 1)], rules)
+        strips = best_strips(sizes[0, :: max(sizes.shape[1] // _SURVEY, 1)], rules)
     return TiledWindows(sizes, arrange(sizes, strips), rules, labels)
 
 
+def _capped(find: Found) -> Found:
+    """Windows with too few samples for the micro-batches of the cap on time are cut without it."""
+
+    @wraps(find)
+    def found(rules: BatchRules, *arguments: Any, **options: Any) -> Any:
+        if rules.most_time is not None:
+            with suppress(UnevenRanksError):
+                return find(rules, *arguments, **options)
+            rules = replace(rules, most_time=None)
+        return find(rules, *arguments, **options)
+
+    return cast(Found, found)
+
+
+@_capped
 def rounds_needed(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
@@ -301,20 +318,6 @@ def rounds_needed(
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
     """
-    if rules.most_time is not None:
-        with suppress(UnevenRanksError):
-            return _rounds_needed(rules, sizes, ranks, strips, labels)
-        rules = replace(rules, most_time=None)
-    return _rounds_needed(rules, sizes, ranks, strips, labels)
-
-
-def _rounds_needed(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    ranks: Dealing,
-    strips: int | None,
-    labels: Labels,
-) -> IntArray:
     cuts_rounds = _may_cut_rounds(rules, sizes, ranks, labels)
     if rules.packing is not None or labels.units is not None or cuts_rounds:
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
@@ -455,6 +458,7 @@ def _cut_first(arranged: Windows, ranks: Dealing) -> Block:
     return Block(arranged.samples, flat, starts, stops, counts // ranks.number)
 
 
+@_capped
 def solve(
     rules: BatchRules,
     sizes: npt.NDArray[Any],
@@ -486,22 +490,6 @@ def solve(
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
     """
-    if rules.most_time is not None:
-        with suppress(UnevenRanksError):  # more micro-batches than samples, on some ranks
-            return _solved(rules, sizes, ranks, key, strips, labels, parts)
-        rules = replace(rules, most_time=None)
-    return _solved(rules, sizes, ranks, key, strips, labels, parts)
-
-
-def _solved(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    ranks: Dealing,
-    key: WindowKey | None,
-    strips: int | None,
-    labels: Labels,
-    parts: int,
-) -> Block:
     if parts > 1:
         with suppress(UnevenRanksError):
             part = partial(solve, rules, ranks=ranks, key=key, strips=strips)
@@ -516,7 +504,7 @@ def _solved(
     if _may_cut_rounds(rules, sizes, ranks, labels):
         with suppress(UnevenRanksError):
             by_rounds = _cut_first(RoundWindow(sizes, rules, ranks, labels), ranks)
-            block = min(block, by_rounds, key=lambda one: _waited(one, rules, ranks))
+            block = min(block, by_rounds, key=lambda one: waited(one, rules, ranks))
     if key is None:
         return block
     rounds = np.arange(len(block.starts)).reshape(-1, ranks.number)
@@ -569,10 +557,10 @@ def _may_cut_rounds(
     return waits and rules.packing is None and sizes.ndim == 2 and labels.alike and not rules.shapes
 
 
-def _waited(block: Block, rules: BatchRules, ranks: Dealing) -> int:
-    """The sum over rounds of the costliest rank's work: the time of ranks that wait each round."""
+def waited(block: Block, rules: BatchRules, ranks: Dealing) -> int:
+    """The work of the slowest rank, on which the others wait; every round, or once for a window."""
     work = block.costs(rules, rules.work).reshape(-1, ranks.number)
-    return int(work.max(axis=1).sum())
+    return int(work.sum(axis=0).max() if ranks.even_sums else work.max(axis=1).sum())
 
 
 def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Dealing) -> IntArray:

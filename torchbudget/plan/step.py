@@ -22,7 +22,7 @@ from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.shapes import fitted
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.solver import SURVEY, best_strips, solve
+from torchbudget.plan.solver import solve
 from torchbudget.units import Amount
 
 
@@ -154,8 +154,7 @@ def plan_step(
     rules = fitted(rules, table.values, order.skipped)
     kept = order.indices((0, 0), 0, len(order))
     values, labels = table.values[kept], order.labels.take(kept)
-    strips = best_strips(values[:: max(len(values) // SURVEY, 1)], rules)
-    rules, strips = with_least_time(rules, [(values, labels)], ranks, strips)
+    rules, strips = with_least_time(rules, [(values, labels)], ranks, None)
     block = solve(rules, values[None], ranks, strips=strips, labels=labels)
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
