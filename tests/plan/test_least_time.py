@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
 from torchbudget.cost.protocol import CostModel
 
@@ -94,6 +95,22 @@ def test_multiples_are_kept_unless_fewer_fit_the_bytes() -> None:
     [batches] = plan_step(sizes, TOKENS, 16_384, time=time, batch_size_multiple=8).micro_batches
     for batch in batches[:-2]:
         assert len(batch) % 8 == 0 or len(batch) == 16_384 // sizes[batch].max()
+
+
+def test_a_measured_time_is_part_of_the_plan() -> None:
+    """Which ranks compare, and states know: those who measured for themselves are told of it."""
+    sizes = lengths(4, 256)
+    # 1, n, L, n·L, operations, bytes, bytes above the knee
+    fast, slow = (measured(seconds=(a, 0.0, 0.0, 1e-6, 0.0, 0.0, 0.0)) for a in (1e-4, 2e-3))
+    one, other = (
+        MemoryBudgetBatchSampler(sizes, cost, 10**8, samples_per_step=128).plan
+        for cost in (fast, slow)
+    )
+    assert one.rules.most_time != other.rules.most_time
+    differing = {name for name in one.dealing if one.dealing[name] != other.dealing[name]}
+    assert differing == {"time"}
+    untouched = (MemoryBudgetBatchSampler(sizes, cost, 10**8).plan.dealing for cost in (fast, slow))
+    assert next(untouched) == next(untouched)  # where each micro-batch is a step
 
 
 def test_a_time_that_was_measured_anew_cuts_the_same_steps() -> None:

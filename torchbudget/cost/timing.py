@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import FloatArray
 from torchbudget.cost.subject import Size, Subject
@@ -115,7 +116,8 @@ def _shapes(cost: MeasuredCost, subject: Subject, room: int) -> list[tuple[int, 
 def _terms(cost: MeasuredCost, shapes: list[tuple[int, Size]]) -> tuple[FloatArray, FloatArray]:
     """The terms of `MeasuredCost.time` but the last, `(shapes, terms)`, and traced bytes.
 
-    Bytes are those beside an empty batch's. A grid has no operations.
+    Bytes are those beside an empty batch's. A grid has no operations, nor has a step with so many
+    that no polynomial in n bounds them, of which `cost.time` could make no table.
     """
     n, sizes = np.array([n for n, _ in shapes]), np.array([size for _, size in shapes])
     asked = sizes if cost.axes > 1 else sizes[:, 0]
@@ -123,8 +125,11 @@ def _terms(cost: MeasuredCost, shapes: list[tuple[int, Size]]) -> tuple[FloatArr
     of_bytes = np.where(traced < MAX_BYTES, np.maximum(traced - cost.empty, 0), 0)
     pieces = tuple(replace(one, sums=(one.flops,)) for one in cost.pieces)
     flops = 0 * n
-    if cost.grid is None:
-        flops = replace(cost, pieces=pieces).traced_bytes(n, asked)
+    with suppress(UntraceableError):
+        if cost.grid is None:
+            for one in pieces:
+                one.in_n(sizes)
+            flops = replace(cost, pieces=pieces).traced_bytes(n, asked)
     by_axis = [term for size in sizes.T for term in (size, n * size)]
     terms = np.stack([np.ones(len(n)), n, *by_axis, flops, of_bytes], axis=1)
     terms = np.where(terms < MAX_BYTES, terms, 0.0)
@@ -162,10 +167,10 @@ def _not_negative(terms: FloatArray) -> FloatArray:
         while True:
             solved = np.zeros(len(scales))
             solved[joined] = np.linalg.lstsq(matrix[:, joined], ones, rcond=None)[0]
-            leaving = joined & (solved <= 0)
+            leaving = joined & (solved < 0)
             if not leaving.any():
                 break
-            # As far towards the solution as all stay positive.
+            # As far towards the solution as none is negative.
             way = (found[leaving] / (found[leaving] - solved[leaving])).min()
             found += way * (solved - found)
             joined &= found > _HELPS_NOT

@@ -72,7 +72,7 @@ from torchbudget.units import MAX_BYTES
 _SURVEY: Final = 512
 _ONE_RANK: Final = Dealing()
 
-Found = TypeVar("Found", bound=Callable[..., Any])
+_Found = TypeVar("_Found", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,7 +285,7 @@ def arranged_windows(
     return TiledWindows(sizes, arrange(sizes, strips), rules, labels)
 
 
-def _capped(find: Found) -> Found:
+def _capped(find: _Found) -> _Found:
     """Windows with too few samples for the micro-batches of the cap on time are cut without it."""
 
     @wraps(find)
@@ -296,7 +296,7 @@ def _capped(find: Found) -> Found:
             rules = replace(rules, most_time=None)
         return find(rules, *arguments, **options)
 
-    return cast(Found, found)
+    return cast(_Found, found)
 
 
 @_capped
