@@ -1,4 +1,7 @@
-"""Seconds of a step, by steps of their own: warm, repeated, and without the optimizer's."""
+"""How long a step takes, by steps that are made for this: all shapes in turn, several times.
+
+The time that optimizers take is no part of it: they step once, after many micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ _PASSES: Final = (2, 5)
 # batches of them take beside one sample. Batches that take the least time are small.
 _PLACES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SHARES: Final = (0.0, 0.003, 0.012, 0.05, 0.2)
-_OF_ONE: Final = 0.5  # that one sample takes at the most; no batch of its size may have been run
-_LEAST_SHAPES: Final = 6
+# Of the budget's rest, what one sample may take: perhaps no batch of its size has been run.
+_OF_ONE: Final = 0.5
+_LEAST_SHAPES: Final = 6  # of which two are held out, and four fitted
 _HELD_OUT: Final = 3  # every third shape only tells the error
 # Shares of the shapes below a knee. Above one, each byte may take longer: kernels that were begun
 # ahead are waited for, and caches are full. Without it, five kinds of steps took up to 8 % less
@@ -52,16 +56,17 @@ def timed(
 ) -> MeasuredCost:
     """The cost with the coefficients of its time, and a note of its error on other shapes.
 
-    A pass over few samples without an optimizer, as in `predict`, is over before timing would pay:
-    it may take a tenth of that pass.
+    Timing a step without an optimizer, as that of `predict`, may take a tenth of one pass over the
+    samples. If that is too little, the cost gets no time.
 
     Args:
         cost: of bytes.
         subject: the step and its batches.
         room: the budget.
-        seconds_of: the seconds of a step on a shape; infinite: it did not fit.
-        measured_s: seconds that measuring has taken.
-        samples: in the data set; 0: it is not known. These three are the same on all ranks.
+        seconds_of: the seconds of a step on a shape, on the slowest rank; infinite if it ran out of
+            memory. A collective.
+        measured_s: seconds that measuring has taken, on the slowest rank.
+        samples: in the data set, of the rank that has most; 0: it is not known.
 
     Returns:
         The same cost if too few shapes could be timed to tell what their terms take.
@@ -139,7 +144,7 @@ def _terms(cost: MeasuredCost, shapes: list[tuple[int, Size]]) -> tuple[FloatArr
 def _best(choices: Sequence[FloatArray], seconds: FloatArray) -> tuple[int, FloatArray]:
     """Which choice of terms, `(shapes, terms)`, fits best, and its coefficients.
 
-    None is negative, and the squares of relative errors are least.
+    The coefficients are those that are not negative and have the least squares of relative errors.
     """
     weighted = [terms / seconds[:, None] for terms in choices]
     found = [_not_negative(one) for one in weighted]
