@@ -15,6 +15,7 @@ from torch import nn
 from tests.support.costs import Nodes, measured, piece
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.cost.timing import _not_negative, _terms, optimizer_seconds
+from torchbudget.errors import CostError
 
 BUDGET = "1GiB"
 
@@ -68,6 +69,13 @@ def test_a_time_of_known_terms_is_found(seconds_of: Any, monkeypatch: pytest.Mon
         predicted = float(cost.time.batch_bytes(*shape)) / 1e9
         assert predicted == pytest.approx(seconds_of(*shape), rel=0.02), shape
     assert any(note.startswith("time was measured with") for note in cost.notes)
+
+
+def test_a_time_that_is_not_asked_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = measured_in(Clock(monkeypatch), lambda _n, _length: 5e-3, time=False)
+    assert cost.seconds is None
+    with pytest.raises(CostError, match="time=False"):
+        _ = cost.time
 
 
 def test_a_knee_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,15 +190,19 @@ def test_a_cost_is_cached(
     """It is used where everything is the same and a real step stays within it, else measured."""
     path = tmp_path / "cost.json"
 
-    def is_measured(budget: str = "2GiB", least: int = 0) -> bool:
+    def is_measured(budget: str = "2GiB", least: int = 0, **options: Any) -> bool:
         traced.clear()
         data = [one for one in dicts() if len(one["ids"]) >= least]
-        loader(data, step, budget, cost_cache=path)
+        loader(data, step, budget, cost_cache=path, **options)
         return bool(traced)
 
     monkeypatch.setattr(loaders, "why_not", lambda *_: "")
     assert [is_measured(), is_measured()] == [True, False]
     assert [is_measured("3GiB"), is_measured("3GiB"), is_measured("3GiB", least=9)] == [1, 0, 1]
+    # A cost without a time does not do for steps of given samples; one with it does for all.
+    steps = {"samples_per_step": 4}
+    assert [is_measured(**steps), is_measured(**steps), is_measured()] == [True, False, False]
+    assert not is_measured(**steps, time=tb.PaddedCost(unit_bytes=1))
     path.write_text("{}")
     assert [is_measured(), is_measured()] == [True, False]
     monkeypatch.setattr(loaders, "why_not", lambda *_: "it needed more")

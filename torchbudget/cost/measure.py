@@ -71,6 +71,7 @@ def measure_cost(
     method: Method = "auto",
     device: str | torch.device | None = None,
     size_multiple: int | HasSizeMultiple = 1,
+    time: bool = True,
 ) -> MeasuredCost:
     """Measure the peak bytes of a training step as a function of its batch's shape.
 
@@ -118,6 +119,8 @@ def measure_cost(
             parameters on the CPU, `"cuda"` predicts the cost on CUDA.
         size_multiple: measured sizes are multiples of it, as padded sizes are: an int, or the
             sampler or stream to read it from.
+        time: also time steps, for three seconds or a tenth of the measuring: for `cost.time`, by
+            which optimizer steps of given samples are cut. Traces alone have no time.
 
     Returns:
         The cost. Without runs its margin is 0; interpolated bytes are raised by the largest error
@@ -169,7 +172,7 @@ def measure_cost(
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False)
         )
-        cost = _measured(subject, method, room)
+        cost = _measured(subject, method, room, time)
     for idle in subject.checks.idle_optimizers():
         subject.warn(
             f"{type(idle).__name__} did not step in any measured step, but another optimizer did: "
@@ -275,7 +278,7 @@ def _target_of(
     return target
 
 
-def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
+def _measured(subject: Subject, method: Method, room: int | None, time_too: bool) -> MeasuredCost:
     """The cost without what it was measured on."""
     ranks = joined_ranks(subject.state)
     is_predicted = method == "trace" and _is_cuda(subject)
@@ -289,7 +292,8 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         subject.most_bytes = min(subject.most_bytes, int(left) // 4)
         if method != "trace":
             find = partial(_traced_if_possible, subject, left)
-            return run_steps(subject, room, ranks.each(find)[0] if method == "auto" else None)
+            traced = ranks.each(find)[0] if method == "auto" else None
+            return run_steps(subject, room, traced, time_too=time_too)
     cost = ranks.each(partial(_traced, subject, left, _SECONDS))[0]
     if is_predicted:
         return _on_cuda(subject, cost)

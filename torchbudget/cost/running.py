@@ -72,13 +72,16 @@ class ProbeOutOfMemoryError(Exception):
     """A probe did not fit into the device's or the process's memory."""
 
 
-def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> MeasuredCost:
+def run_steps(
+    subject: Subject, room: int, traced: MeasuredCost | None, *, time_too: bool
+) -> MeasuredCost:
     """Run the step on a few shapes, and find an offset and a scale, or a grid, from its peaks.
 
     Args:
         subject: the step and its batches.
         room: bytes that no run may exceed.
         traced: the cost of the traced bytes; `None`: the step cannot be traced.
+        time_too: also find how long steps take.
 
     Raises:
         CostError: not even one sample of the smallest size fits.
@@ -96,9 +99,10 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
         cost = runs.climbed() if traced is None else runs.scaled(traced)
         reserve = reserve_of(cost, runs.runner, subject, room)
         cost = replace(cost, offset=cost.offset + reserve)
-        runner, samples = runs.runner, subject.domain.samples
-        measured_s, samples = runner.largest(time.perf_counter() - begun_s, samples)
-        cost = timed(cost, subject, runs.room, runner.seconds_of, measured_s, samples)
+        if time_too:
+            runner, samples = runs.runner, subject.domain.samples
+            measured_s, samples = runner.largest(time.perf_counter() - begun_s, samples)
+            cost = timed(cost, subject, runs.room, runner.seconds_of, measured_s, samples)
     largest = subject.domain.between(1.0)
     if all(probe.size != largest for probe in cost.probes):
         subject.notes.append(

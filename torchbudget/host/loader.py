@@ -165,7 +165,12 @@ def loader(
                     reserve = _output_bytes(step, batches)
                     budget = _less(budget, reserve) if is_cpu(device) else budget
             _check_machine(budget, device, ranks)
-            cost = _measured(step, make_batch, batches, budget, device, cost_cache, ranks)
+            # Only where a plan uses it: each batch that is a step is as full as fits.
+            time = isinstance(step, Forward) or (
+                options.get("samples_per_step") is not None and options.get("time") is None
+            )
+            measured = partial(_measured, step, make_batch, batches, budget, device)
+            cost = measured(cost_cache, ranks, time=time)
         told = str(cost)
         if isinstance(cost, MeasuredCost) and packed is not False:
             cost = ranks.each(partial(_packed, cost, batches, packed))[0]
@@ -410,6 +415,8 @@ def _measured(
     device: torch.device,
     cache: str | Path | None,
     ranks: Ranks,
+    *,
+    time: bool,
 ) -> MeasuredCost:
     """The cost of the step, from the cache or measured; the largest of any rank."""
     rows = np.unique(batches.rounded(), axis=0)
@@ -421,6 +428,7 @@ def _measured(
         "torchbudget": torchbudget.__version__,
         "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),
+        **({"time": "timed"} if time else {}),
     }
     found = ranks.each(partial(_read, path, described))
     saved, reason = found[ranks.rank]
@@ -436,7 +444,7 @@ def _measured(
     with ranks.together():
         cost = measure_cost(
             step, make_batch, sizes=batches.sizes, budget=budget, device=device,
-            size_multiple=batches.multiple,
+            size_multiple=batches.multiple, time=time,
         )  # fmt: skip
     costs: list[MeasuredCost] = ranks.gather_objects(replace(cost, measured_on=described))
     cost = max(costs, key=lambda one: int(one.batch_bytes(1, asked).max()))
