@@ -111,7 +111,7 @@ def test_operations_of_no_polynomial_are_left_out() -> None:
     """Of n³ no table can be made, as a sampler asks for; the other terms stay."""
     nodes = Nodes()
     n, size = nodes.make("symbol", 0), nodes.make("symbol", 1)
-    shapes = [(2, (5,)), (3, (7,))]
+    shapes: list[tuple[int, tuple[int, ...]]] = [(2, (5,)), (3, (7,))]
     for flops, expected in (((n, n, size), [20, 63]), ((n, n, n), [0, 0])):
         one = piece(nodes, nodes.make("Mul", n, size), flops=nodes.make("Mul", *flops))
         terms, of_bytes = _terms(measured(pieces=(one,), largest=(99,)), shapes)

@@ -146,9 +146,9 @@ class MeasuredCost:
         """
         if self.seconds is None:
             raise CostError(
-                "this cost has no time: its steps were traced, not run, or time=False, or they are a "
-                "forward of so few samples that timing would not pay; measure it with method='auto' "
-                "or 'run'"
+                "this cost has no time: its steps were traced, not run, or time=False, or they are "
+                "a forward of so few samples that timing would not pay; measure it with "
+                "method='auto' or 'run'"
             )
         fixed, each, *by_axis, flop, byte, above = (1e9 * one for one in self.seconds)
         knee = self.knee + self.empty
