@@ -9,11 +9,11 @@ from torchbudget.cost.measured import MeasuredCost, load_cost
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import CostModel
 from torchbudget.cost.tracing import trace_peak_bytes
-from torchbudget.data.cache.sample_cache import SampleCache
+from torchbudget.data.cache import SampleCache
 from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler, best_shapes
-from torchbudget.data.sizes.sizes_of import sizes_of
+from torchbudget.data.sizes import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.errors import TorchBudgetError
 from torchbudget.host.loader import loader, predict

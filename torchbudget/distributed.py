@@ -1,20 +1,29 @@
-"""The few questions that we ask `torch.distributed`; safe before it is initialised."""
+"""The few questions that we ask `torch.distributed`; safe before it is initialised.
+
+And tensors made of tensors: DTensors, of which this rank has a part, wrappers, sparse tensors.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import get_worker_info
 
 from torchbudget.checks import at_least_one, natural
 from torchbudget.errors import OptionError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -23,6 +32,14 @@ _FEW: Final = 64
 # Bytes that a rank sends in one collective: a few of them for many small items, while their copies
 # take little memory beside the items.
 _PIECE_BYTES: Final = 64 * 2**20
+# Layouts of tensors that consist of indices and values, and the methods that return these.
+SPARSE: Final = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def is_distributed() -> bool:
@@ -347,3 +364,50 @@ class Ranks:
                 if failure is not None:
                     raise failure
         return bool(found)
+
+
+# ---------------------------------------------------------------------- tensors made of tensors
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a `torch.distributed.tensor.DTensor`."""
+    # Not imported here, which takes time and reads the environment: none exists without it.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory; a plain tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+        return part
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that have the memory of a tensor, on this rank; of a plain tensor, itself.
+
+    They are those that a wrapper names in `__tensor_flatten__`, as DTensors, jagged and quantized
+    tensors do, and the indices and values of a sparse tensor.
+    """
+    one: Any = tensor
+    if tensor.layout in SPARSE:
+        parts = [getattr(one, name)() for name in SPARSE[tensor.layout]]
+    elif is_traceable_wrapper_subclass(one):
+        parts = [getattr(one, name) for name in one.__tensor_flatten__()[0]]
+    else:
+        return [tensor]
+    # A DTensor names its mesh of devices as well.
+    parts = [part for part in parts if isinstance(part, Tensor)]
+    return [plain for part in parts for plain in plain_parts(part)]
+
+
+def part_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements on this rank."""
+    return sum(part.nbytes for part in plain_parts(tensor))
+
+
+def mesh_ranks(tensor: Tensor) -> set[int]:
+    """The ranks that a DTensor is spread over; none of a plain tensor."""
+    return set(tensor.device_mesh.mesh.flatten().tolist()) if is_dtensor(tensor) else set()

@@ -1,4 +1,4 @@
-"""Every error and warning that torchbudget raises.
+"""Every error and warning that torchbudget raises, and `warn`, which points at the user's own line.
 
 ```text
 TorchBudgetError
@@ -39,6 +39,13 @@ TorchBudgetWarning       (UserWarning)
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from typing import Final
+
+# What calls in between: torch calls hooks and iterates over samplers, finalizers call at the end.
+_INSIDE: Final = frozenset({"torchbudget", "torch", "contextlib", "weakref"})
 
 
 class TorchBudgetError(Exception):
@@ -178,3 +185,22 @@ class BatchNormWarning(TorchBudgetWarning):
 
 class MovingStateWarning(TorchBudgetWarning):
     """A forward changes buffers, or parameters without an optimizer, in every micro-batch."""
+
+
+# ---------------------------------------------------------------------- how to warn
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of none of these packages.
+
+    In a worker or a thread, which no line of the user's has called, that is one of Python's.
+    """
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _package(module: dict[str, object]) -> str:
+    # By names, since paths of files are written in several ways.
+    return str(module.get("__name__", "")).partition(".")[0]

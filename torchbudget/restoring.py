@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from torchbudget.dtensors import SPARSE, part_bytes, plain_parts
+from torchbudget.distributed import SPARSE, part_bytes, plain_parts
 from torchbudget.errors import CostError
 from torchbudget.random_state import RandomState
 from torchbudget.units import format_bytes

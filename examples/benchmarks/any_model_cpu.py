@@ -58,8 +58,7 @@ from torchbudget import (
     trace_peak_bytes,
 )
 from torchbudget.errors import CostError
-from torchbudget.machine.high_water import RESIDENT
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import RESIDENT, process_memory
 from torchbudget.restoring import TrainingState
 
 MODELS = (

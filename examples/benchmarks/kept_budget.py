@@ -58,8 +58,7 @@ import numpy as np
 from _common import Results, options, timed
 
 from torchbudget import MemoryBudgetBatchSampler, measure_cost
-from torchbudget.machine.high_water import RESIDENT
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import RESIDENT, process_memory
 
 # Each with how many times as many samples: those of "heavy" are small beside its weights.
 MODELS = {

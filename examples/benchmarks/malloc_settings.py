@@ -82,8 +82,7 @@ from tests.support.model_classes import CLASSES
 from torchbudget import MemoryBudgetBatchSampler, measure_cost
 from torchbudget.errors import CostError, MeasureWarning, OversizeError
 from torchbudget.machine import allocators
-from torchbudget.machine.high_water import RESIDENT
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import RESIDENT, process_memory
 
 DEFAULTS = "glibc's defaults"
 # KiB from which glibc maps blocks, and MiB that it keeps free at the heap's end.

@@ -42,7 +42,7 @@ from _common import Results, alternate, median, options, ratio
 from torch.utils.data import DataLoader
 
 from torchbudget import BudgetedIterableDataset, PaddedCost
-from torchbudget.data.stream.run import stop_together
+from torchbudget.data.stream.dataset import stop_together
 
 RANKS = 2
 WIDTHS = (0, 128, 256, 512)

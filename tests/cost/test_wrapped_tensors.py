@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from tests.support.live_bytes import allocated
 from tests.support.steps import SGD, Step, step_of
 from torchbudget import MeasuredCost, measure_cost, memory_summary, trace_peak_bytes
-from torchbudget.dtensors import part_bytes, plain_parts
+from torchbudget.distributed import part_bytes, plain_parts
 from torchbudget.errors import CostError
 from torchbudget.machine.process_tree import process_memory
 

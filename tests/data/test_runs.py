@@ -18,7 +18,7 @@ from tests.support.resuming import as_json, as_pickle, check_every_stop
 from tests.support.samplers import LENGTHS, counted, forks, loader_of, sampler_of
 from tests.support.streams import SIZES, make
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
-from torchbudget.data.stream.run import stop_together
+from torchbudget.data.stream.dataset import stop_together
 from torchbudget.errors import OptionError, StateError
 
 pytestmark = forks

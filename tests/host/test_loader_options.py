@@ -31,7 +31,7 @@ ROOMY = tb.MemoryBudget(host="64GiB")
 @pytest.fixture(autouse=True)
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial ends after the batches that it always makes."""
-    monkeypatch.setattr("torchbudget.host.trial._TRIAL_S", 0.0)
+    monkeypatch.setattr("torchbudget.host.options._TRIAL_S", 0.0)
 
 
 class Counted:

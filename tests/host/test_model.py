@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchbudget as tb
-from torchbudget.host.options import HostModel, InFlight, PlannedShapes, pinned_block
-from torchbudget.host.trial import Trial, batch_bytes
+from torchbudget.host.options import (
+    HostModel,
+    InFlight,
+    PlannedShapes,
+    Trial,
+    batch_bytes,
+    pinned_block,
+)
 
 RNG = np.random.default_rng(0)
 PAGE = 4096

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from torchbudget.errors import MachineError
-from torchbudget.machine import high_water
-from torchbudget.machine.high_water import RESIDENT
+from torchbudget.machine import process_tree
 from torchbudget.machine.peaks import peak_memory
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import RESIDENT, process_memory
 from torchbudget.units import MiB
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +36,7 @@ def test_memory_that_is_freed_meanwhile_counts() -> None:
 
 def test_a_mark_that_cannot_be_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own mark would be that of the whole process."""
-    monkeypatch.setattr(high_water, "ROOT", Path("/no-such-folder"))
+    monkeypatch.setattr(process_tree, "ROOT", Path("/no-such-folder"))
     assert not RESIDENT.reset()
     with pytest.raises(MachineError, match="clear_refs is not writable"), peak_memory("cpu"):
         pass
@@ -45,7 +44,7 @@ def test_a_mark_that_cannot_be_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_peak_inside_another_leaves_the_outer_one() -> None:
     """Each context has its own most, though the kernel's one mark is reset meanwhile."""
-    others = len(high_water.RESIDENT._open)  # that errors of earlier tests refer to
+    others = len(RESIDENT._open)  # that errors of earlier tests refer to
     with peak_memory("cpu") as outer:
         before = taken_and_freed(MiB(96))
         with peak_memory("cpu") as inner:
@@ -53,7 +52,7 @@ def test_a_peak_inside_another_leaves_the_outer_one() -> None:
             with pytest.raises(KeyError), peak_memory("cpu"):
                 raise KeyError
             # The one that was left keeps no mark.
-            assert len(high_water.RESIDENT._open) == others + 2
+            assert len(RESIDENT._open) == others + 2
         RESIDENT.reset()
     assert outer.bytes == pytest.approx(before, abs=MiB(4))
     assert inner.bytes == pytest.approx(within, abs=MiB(4))

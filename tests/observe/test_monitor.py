@@ -10,9 +10,8 @@ import pytest
 
 from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
-from torchbudget.machine.high_water import RESIDENT
 from torchbudget.machine.peaks import peak_memory
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import RESIDENT, process_memory
 from torchbudget.units import MiB
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from torchbudget.data.sizes.sizes_of import sizes_of
+from torchbudget.data.sizes import sizes_of
 
 WHY = "a quick way for this library; it is in the test dependency group"
 

@@ -18,8 +18,7 @@ import torch
 import torchbudget as tb
 from tests.support.training_cases import CASES
 from torchbudget.machine.allocators import trim_malloc
-from torchbudget.machine.high_water import RESIDENT
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import RESIDENT, process_memory
 
 gc.freeze()  # what is imported takes 0.2 s of each collection
 name, budget, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -17,8 +17,8 @@ from torchbudget.distributed import (
     gathered,
     gathered_of_all,
     is_distributed,
+    mesh_ranks,
 )
-from torchbudget.dtensors import mesh_ranks
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState
 

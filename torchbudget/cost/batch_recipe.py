@@ -16,7 +16,7 @@ import torch
 
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import FloatArray
-from torchbudget.dtensors import part_bytes
+from torchbudget.distributed import part_bytes
 
 Shape: TypeAlias = tuple[int, ...]  # (n, size) or (n, size_1, size_2, …)
 

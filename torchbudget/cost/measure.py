@@ -37,7 +37,7 @@ from torchbudget.cost.running import (
 from torchbudget.cost.subject import Domain, Subject
 from torchbudget.cost.tracing import Tracer
 from torchbudget.display import counting
-from torchbudget.dtensors import part_bytes
+from torchbudget.distributed import part_bytes
 from torchbudget.errors import BatchError, CostError
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.device import device_memory

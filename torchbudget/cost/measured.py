@@ -17,12 +17,11 @@ from torchbudget.cost.pieces import EXACT, TESTED, Grid, Piece, Probe, first_hel
 from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
 from torchbudget.display import new_figure
-from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.errors import CostError, MeasureWarning, warn
 from torchbudget.files import write_whole
 from torchbudget.machine.allocators import settle_malloc
 from torchbudget.machine.peaks import Peak
 from torchbudget.units import MAX_BYTES, format_bytes
-from torchbudget.warn import warn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

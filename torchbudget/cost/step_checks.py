@@ -15,9 +15,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.errors import CostError, MeasureWarning, warn
 from torchbudget.restoring import TrainingState
-from torchbudget.warn import warn
 
 # Devices whose memory is measured; a step on the meta device can be traced.
 _MEASURED: Final = ("cpu", "cuda", "meta")

@@ -16,10 +16,9 @@ from torchbudget.checks import is_int
 from torchbudget.cost.batch_recipe import Shape, batch_bytes, leaves_of, products
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
-from torchbudget.errors import BatchError, CostError, MeasureWarning, TorchBudgetError
+from torchbudget.errors import BatchError, CostError, MeasureWarning, TorchBudgetError, warn
 from torchbudget.machine.out_of_memory import is_out_of_memory
 from torchbudget.restoring import TrainingState, modes_of
-from torchbudget.warn import warn
 
 Size: TypeAlias = tuple[int, ...]
 

@@ -46,7 +46,7 @@ from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
 from torchbudget.cost.pieces import Piece, Trace
 from torchbudget.cost.step_checks import StepChecks
-from torchbudget.dtensors import plain_parts
+from torchbudget.distributed import plain_parts
 from torchbudget.errors import CostError
 from torchbudget.restoring import TrainingState, reachable
 

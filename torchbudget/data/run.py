@@ -15,8 +15,7 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import DiscardedStateWarning, StateError
-from torchbudget.warn import warn
+from torchbudget.errors import DiscardedStateWarning, StateError, warn
 
 Place = TypeVar("Place")
 

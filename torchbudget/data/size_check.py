@@ -18,10 +18,10 @@ from torchbudget.errors import (
     OtherNumbersWarning,
     OtherSizesWarning,
     PaddedSizeWarning,
+    warn,
 )
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import run_costs
-from torchbudget.warn import warn
 
 # Sizes are the lengths of a field if this share of a batch's sizes equals them. An augmentation
 # leaves most samples as long as they were. Of sizes in words, characters, bytes or noisy lengths,

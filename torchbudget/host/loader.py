@@ -33,11 +33,9 @@ from torchbudget.data.collate.collates import IDS, PackCollate, PadCollate
 from torchbudget.data.indexed import check_indexed
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.size_check import check_elements
-from torchbudget.data.sizes.key import SizeKey
-from torchbudget.data.sizes.sizes_of import SizeDataset, spread
+from torchbudget.data.sizes import SizeDataset, SizeKey, spread
 from torchbudget.display import say
-from torchbudget.distributed import Ranks
-from torchbudget.dtensors import part_bytes, plain_parts
+from torchbudget.distributed import Ranks, part_bytes, plain_parts
 from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
 from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches

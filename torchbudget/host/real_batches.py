@@ -22,8 +22,15 @@ from torchbudget.cost.protocol import Sizes
 from torchbudget.data.collate.collates import IDS, PackCollate, PadCollate
 from torchbudget.data.collate.columns import FieldPath, key_of, show, take_apart
 from torchbudget.data.collate.layouts import ATTENTION_MASK, PaddedLayout
-from torchbudget.data.sizes.key import SizeKey, sizes_one_by_one
-from torchbudget.data.sizes.sizes_of import SizeDataset, ragged_axes, shape_of, sizes_of, spread
+from torchbudget.data.sizes import (
+    SizeDataset,
+    SizeKey,
+    ragged_axes,
+    shape_of,
+    sizes_of,
+    sizes_one_by_one,
+    spread,
+)
 from torchbudget.errors import CollateError, CostError, OptionError, SizesError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import MapStyle

@@ -20,12 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.data.collate.collates import IDS, TransformersBatch
 from torchbudget.distributed import Ranks
-from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning
+from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning, warn
 from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import cuts_units, halves, num_samples
 from torchbudget.train.loop import evaluation_mode, source_of
-from torchbudget.warn import warn
 
 _Trainer: Any = object  # the Trainer comes after the mixin
 _KEY: Final = "torchbudget"  # in trainer_state.json

@@ -8,10 +8,9 @@ from typing import ClassVar, Final
 
 import torch
 
-from torchbudget.errors import MeasureWarning
+from torchbudget.errors import MeasureWarning, warn
 from torchbudget.machine.nvml import remember_free_bytes
 from torchbudget.units import format_bytes
-from torchbudget.warn import warn
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD: Final = -1

@@ -14,9 +14,9 @@ import torch
 
 from torchbudget.errors import MachineError, OptionError
 from torchbudget.machine.allocators import has_expandable_segments
-from torchbudget.machine.high_water import HighWater
 from torchbudget.machine.host import MemoryPool, machine_memory
 from torchbudget.machine.nvml import free_bytes_before, process_bytes, remember_free_bytes
+from torchbudget.machine.process_tree import HighWater
 from torchbudget.units import format_bytes
 
 # Where segments grow, torch compares its limit with a request rounded up to 2 MiB, and then takes

@@ -10,7 +10,7 @@ import torch
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
-from torchbudget.machine.high_water import RESIDENT
+from torchbudget.machine.process_tree import RESIDENT
 
 
 @dataclass(slots=True, eq=False)

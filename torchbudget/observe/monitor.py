@@ -27,6 +27,7 @@ from torchbudget.errors import (
     MonitorWarning,
     OptionError,
     TorchBudgetWarning,
+    warn,
 )
 from torchbudget.machine.device import is_cpu, named_cuda
 from torchbudget.machine.peaks import Peak, peak_memory
@@ -40,7 +41,6 @@ from torchbudget.observe.report import (
 from torchbudget.observe.sample import MemoryReader, MemorySample
 from torchbudget.protocols import Replannable
 from torchbudget.units import Amount
-from torchbudget.warn import warn
 
 _ROOM: Final = 2048  # samples of the history: 592 bytes each by `sys.getsizeof`, 1.2 MB in all
 

@@ -10,9 +10,8 @@ import torch
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.device import DeviceMemory, device_in_use, device_memory, is_cpu
-from torchbudget.machine.high_water import RESIDENT, Mark
 from torchbudget.machine.host import ControlGroups, MemoryPool, machine_memory, shared_memory
-from torchbudget.machine.process_tree import ProcessTree, untouched_shared_bytes
+from torchbudget.machine.process_tree import RESIDENT, Mark, ProcessTree, untouched_shared_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

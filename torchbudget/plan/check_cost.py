@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import AdditiveCost, CostModel, IntArray
-from torchbudget.errors import CostError, MeasureWarning, SizesError, TorchBudgetError
+from torchbudget.errors import CostError, MeasureWarning, SizesError, TorchBudgetError, warn
 from torchbudget.plan.rules import BatchRules, Limit
-from torchbudget.warn import warn
 
 _ASKED: Final = 2**12  # samples whose sizes a cost is called with
 _NUMBERS: Final = np.array([1, 2, 8, 64])  # of samples for which a time is asked

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _take_tensors
 
-from torchbudget.distributed import Ranks
-from torchbudget.dtensors import is_dtensor, local_part
+from torchbudget.distributed import Ranks, is_dtensor, local_part
 
 # Gradients are copied into flat buffers of this size, with one collective each: few collectives,
 # while a copy of all gradients at once is never needed.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchbudget import errors
-from torchbudget.dtensors import local_part
+from torchbudget.distributed import local_part
+from torchbudget.errors import warn
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD, Optimizers
 from torchbudget.train.step import check_scalar
-from torchbudget.warn import warn
 
 # The `_saved_reduction` in the grad_fn of torch's losses.
 _MEAN: Final = 1

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.checks import positive_number
-from torchbudget.dtensors import local_part
+from torchbudget.distributed import local_part
 from torchbudget.errors import OptionError, StateError
 from torchbudget.train.gradients import largest_share, total_norm
 

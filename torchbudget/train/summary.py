@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.display import aligned
-from torchbudget.dtensors import local_part, plain_parts
+from torchbudget.distributed import local_part, plain_parts
 from torchbudget.units import format_bytes
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbudget.distributed import is_distributed
-from torchbudget.dtensors import is_dtensor, mesh_ranks
+from torchbudget.distributed import is_distributed, is_dtensor, mesh_ranks
 from torchbudget.errors import OptionError
 from torchbudget.restoring import is_compiled
 

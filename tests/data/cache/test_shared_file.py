@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from typing import Any
 
-from torchbudget.data.cache.sample_cache import SharedFile, bytes_to_come
+from torchbudget.data.cache import SharedFile, bytes_to_come
 
 
 def write_page_and_wait(file: SharedFile, at: int, told: Any, written: Any, done: Any) -> None:

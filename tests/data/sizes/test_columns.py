@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.map_datasets import WHY, example, hugging_face, of, texts
-from torchbudget.data.sizes.sizes_of import _stored_sizes
+from torchbudget.data.sizes import _stored_sizes
 from torchbudget.errors import SizesError
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.map_datasets import Bulk, Samples, example, of
-from torchbudget.data.sizes.sizes_of import SizeDataset
+from torchbudget.data.sizes import SizeDataset
 from torchbudget.errors import OptionError
 
 

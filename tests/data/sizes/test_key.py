@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from tests.support.map_datasets import Bulk, Samples, fields
-from torchbudget.data.sizes.sizes_of import sizes_of
+from torchbudget.data.sizes import sizes_of
 from torchbudget.errors import OptionError, SizesError
 
 

@@ -15,8 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from tests.support.map_datasets import WHY, Samples, of
 from tests.support.map_datasets import example as rows_of
-from torchbudget.data.sizes.key import size_of, sizes_of_all
-from torchbudget.data.sizes.sizes_of import SizeDataset, sizes_of
+from torchbudget.data.sizes import SizeDataset, size_of, sizes_of, sizes_of_all
 from torchbudget.errors import SizesError
 
 

@@ -11,17 +11,17 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.protocol import CostModel
-from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes import SizeKey
 from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.data.stream.source import Source
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
 from torchbudget.plan.fingerprint import Plain
-from torchbudget.plan.grouping import ShouldAdd
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import default_window
+from torchbudget.plan.step import ShouldAdd
 
 _SHARE: Final = 4  # a quarter of the host's bytes is for the look-ahead, or else of the device's
 # The least default. Audio of 350 KB a sample, under a budget of 64 MiB: 285 MiB before the first

@@ -17,22 +17,20 @@ from torch.utils.data import get_worker_info
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.data.same_on_ranks import check_same_samples
-from torchbudget.data.sizes.key import size_of, sizes_of_all
-from torchbudget.data.sizes.sizes_of import check_first_axis
+from torchbudget.data.sizes import check_first_axis, size_of, sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor, StreamPart, WorkerSlot
-from torchbudget.data.stream.generators import sample_seed, seed_generators
 from torchbudget.data.stream.options import StreamOptions
-from torchbudget.data.stream.reader import Reader
-from torchbudget.data.stream.sample_bytes import KeptBytes
+from torchbudget.data.stream.reader import KeptBytes, Reader
+from torchbudget.data.stream.source import sample_seed, seed_generators
 from torchbudget.data.stream.transforms import Expanded, sample_random
 from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import BoolArray
 from torchbudget.plan.dealing import Dealing
-from torchbudget.plan.grouping import rounds_by_cost, rounds_by_predicate
 from torchbudget.plan.oversize import oversized
 from torchbudget.plan.solver import WindowKey
+from torchbudget.plan.step import rounds_by_cost, rounds_by_predicate
 from torchbudget.random_state import RandomState
 from torchbudget.units import format_bytes
 

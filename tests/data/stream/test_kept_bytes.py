@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchbudget.data.stream.sample_bytes import KeptBytes
+from torchbudget.data.stream.reader import KeptBytes
 
 
 class Picture:

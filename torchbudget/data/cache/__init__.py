@@ -1,1 +1,0 @@
-"""Samples that are expensive to read."""

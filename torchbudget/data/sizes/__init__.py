@@ -1,1 +1,0 @@
-"""The sizes of samples."""
