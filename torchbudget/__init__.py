@@ -3,6 +3,7 @@
 from torchbudget import errors, readers, transforms
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.cost.agree import agree
+from torchbudget.cost.alternatives import alternatives
 from torchbudget.cost.dense import DenseCost
 from torchbudget.cost.measure import measure_cost
 from torchbudget.cost.measured import MeasuredCost, load_cost
@@ -53,6 +54,7 @@ __all__ = [
     "TorchBudgetError",
     "__version__",
     "agree",
+    "alternatives",
     "best_shapes",
     "configure_allocators",
     "errors",

@@ -17,6 +17,7 @@ import torch
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.protocol import FloatArray
 from torchbudget.distributed import part_bytes
+from torchbudget.errors import BatchError
 
 Shape: TypeAlias = tuple[int, ...]  # (n, size) or (n, size_1, size_2, …)
 
@@ -176,6 +177,85 @@ class Recipe:
             return value(own[0]) if own and not isinstance(leaf, np.ndarray) else leaf
 
         return rebuilt(self._batch, replace)
+
+
+class Place(NamedTuple):
+    """A length in a batch that shows a coordinate: `(constant + weight · it) // divisor`.
+
+    Attributes:
+        array: that has the length, as a number among the batch's tensors and arrays; −1: the
+            coordinate is `constant`, as on an axis with one size only.
+        axis: of the array.
+    """
+
+    array: int
+    axis: int
+    constant: int
+    weight: int
+    divisor: int
+
+
+class ShapeReader(NamedTuple):
+    """Reads the shape (n, size) off a batch, as `make_batch` showed it at a few shapes.
+
+    Attributes:
+        dims: the number of axes of each tensor and array in a batch.
+        places: of each coordinate.
+    """
+
+    dims: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, make: Callable[[Shape], Any], shapes: Sequence[Shape]) -> ShapeReader:
+        """Find a length that follows from each coordinate alone; the finest of them.
+
+        Raises:
+            UntraceableError: there is none, or the batch's structure changes with its shape.
+        """
+        batches = [_arrays_in(make(shape)) for shape in shapes]
+        dims = [tuple(one.ndim for one in arrays) for arrays in batches]
+        if len({*dims}) > 1:
+            raise UntraceableError("the batch's structure changes with its shape")
+        places = []
+        for coordinate in np.array(shapes, float).T:
+            found = [Place(-1, 0, int(coordinate[0]), 0, 1)] if not np.ptp(coordinate) else []
+            terms = np.stack([np.ones(len(shapes)), coordinate], axis=1)
+            for array, axis in ((k, axis) for k, dim in enumerate(dims[0]) for axis in range(dim)):
+                size = _size_of(terms, np.array([one[array].shape[axis] for one in batches], float))
+                if size is not None and size.weights[1] > 0:
+                    constant, weight = size.weights
+                    found.append(Place(array, axis, constant, weight, size.divisor))
+            if not found:
+                raise UntraceableError("no length in the batch shows how many samples it has")
+            places.append(min(found, key=lambda one: one.divisor / max(one.weight, 1)))
+        return cls(dims[0], tuple(places))
+
+    def shape_of(self, batch: Any) -> Shape:
+        """The largest shape that the lengths in a batch may be of.
+
+        Raises:
+            BatchError: it has other tensors than those that `make_batch` made.
+        """
+        arrays = _arrays_in(batch)
+        dims = tuple(one.ndim for one in arrays)
+        if dims != self.dims:
+            raise BatchError(
+                f"the batch has tensors of {dims} axes, but those of make_batch have {self.dims}: "
+                "its shape cannot be read; let make_batch make batches as the loader does"
+            )
+
+        def coordinate(place: Place) -> int:
+            if place.array < 0:
+                return place.constant
+            above = (arrays[place.array].shape[place.axis] + 1) * place.divisor
+            return int((above - 1 - place.constant) // place.weight)
+
+        return tuple(map(coordinate, self.places))
+
+
+def _arrays_in(batch: Any) -> list[Any]:
+    return [one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray))]
 
 
 def products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:

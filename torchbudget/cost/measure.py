@@ -19,6 +19,7 @@ from torch import nn
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.agree import joined_ranks
+from torchbudget.cost.alternatives import Alternatives, check_same_gradients, reader_of
 from torchbudget.cost.as_on_cuda import (
     ASSUMED,
     BESIDE_BYTES,
@@ -26,7 +27,7 @@ from torchbudget.cost.as_on_cuda import (
     caution_of_segments,
 )
 from torchbudget.cost.covering import Covering
-from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.measured import MeasuredCost, WaysCost
 from torchbudget.cost.pieces import Probe
 from torchbudget.cost.running import (
     ProbeOutOfMemoryError,
@@ -103,7 +104,8 @@ def measure_cost(
 
     Args:
         step: the complete training step: forward, loss, backward, optimizer step, gradients
-            cleared; or, for evaluation, a forward under `torch.no_grad()`.
+            cleared; or, for evaluation, a forward under `torch.no_grad()`. Of `alternatives` each
+            way is measured, after their gradients were compared.
         make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
             for one axis and a tuple of ints for several. Batches have up to 65,536 samples, and
             about 256 MiB, or a quarter of the bytes that the budget leaves for tensors.
@@ -130,7 +132,8 @@ def measure_cost(
     Raises:
         CostError: the step cannot be measured, is only a part of a training step, or does not fit
             the budget with one sample of the smallest size; micro-batches leave tensors until the
-            step that grow with their samples; or `make_batch` ignores its arguments.
+            step that grow with their samples; `make_batch` ignores its arguments; or ways of
+            `alternatives` give different gradients.
         OptionError: `size_multiple` is not an int of at least 1.
         RankError: another rank failed.
 
@@ -160,9 +163,25 @@ def measure_cost(
         raise CostError(
             "to run the step, pass a budget that it must not exceed; or pass method='trace'"
         )
-    state = TrainingState(step)
-    target = _target_of(device, state.device, method)
-    subject = Subject(step, make_batch, domain, state, target)
+
+    def subject_of(step: Callable[[Any], object]) -> Subject:
+        state = TrainingState(step)
+        return Subject(step, make_batch, domain, state, _target_of(device, state.device, method))
+
+    if not isinstance(step, Alternatives):
+        return _cost_of(subject_of(step), method, room, time)
+    with RandomState.take():  # `make_batch` may draw
+        subject = subject_of(step)
+        reader = reader_of(subject)
+        if method != "trace":
+            check_same_gradients(step, subject)
+        ways = [_cost_of(subject_of(way), method, room, time) for way in step.ways]
+    return replace(WaysCost.of(ways, reader), measured_on=describe_step(step))
+
+
+def _cost_of(subject: Subject, method: Method, room: int | None, time_too: bool) -> MeasuredCost:
+    """The cost of a step that is made in one way."""
+    step, state, target = subject.step, subject.state, subject.target
     subject.checks.check_parameters(contents=method != "trace")
     if autocast_is_active():
         subject.notes.append("measured under autocast, without its cache of weights")
@@ -172,7 +191,7 @@ def measure_cost(
         subject.advance = stack.enter_context(
             counting(unit="shapes", description="measuring", leave=False)
         )
-        cost = _measured(subject, method, room, time)
+        cost = _measured(subject, method, room, time_too)
     for idle in subject.checks.idle_optimizers():
         subject.warn(
             f"{type(idle).__name__} did not step in any measured step, but another optimizer did: "
@@ -207,6 +226,12 @@ def why_not(
         sizes: sizes of the data set, shape `(N,)` or `(N, d)`.
         room: the budget, in bytes.
     """
+    if isinstance(step, Alternatives) and isinstance(cost, WaysCost):
+        each = (
+            why_not(one, way, make_batch, sizes, room)
+            for one, way in zip(cost.ways, step.ways, strict=True)
+        )
+        return next(filter(None, each), "")
     state = TrainingState(step)
     domain = Domain.of(None, cost.multiple, sizes=sizes)
     subject = Subject(step, make_batch, domain, state, state.device)
@@ -401,7 +426,10 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     every = {id(one): one for module in state.modules for one in module.modules()}.values()
     return {
         "model": f"{names}, {sum(p.numel() for p in parameters):,} parameters, {digest}",
-        "checkpointing": _checkpointing(every),
+        # Ways switch it themselves: what is found is what the last one left.
+        "checkpointing": f"in {len(step.ways)} ways"
+        if isinstance(step, Alternatives)
+        else _checkpointing(every),
         "attention": _attention(every),
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in state.optimizers),
         "dtype": ", ".join(sorted({str(p.dtype) for p in parameters})),

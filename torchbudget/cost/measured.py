@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from torchbudget.cost.batch_recipe import Place, ShapeReader
 from torchbudget.cost.padded import PackedCost
 from torchbudget.cost.pieces import EXACT, TESTED, Grid, Piece, Probe, first_held
-from torchbudget.cost.protocol import ArrayLike, IntArray, axes_last
+from torchbudget.cost.protocol import ArrayLike, CostModel, IntArray, axes_last
 from torchbudget.cost.surface import Surface, levels_of, moved
 from torchbudget.display import new_figure
 from torchbudget.errors import CostError, MeasureWarning, warn
@@ -131,7 +132,7 @@ class MeasuredCost:
         return [levels_of(low, high, self.multiple, self.axes) for low, high in ends]
 
     @cached_property
-    def time(self) -> Surface:
+    def time(self) -> CostModel:
         """A cost model of a micro-batch's nanoseconds: those of a step without its optimizer's.
 
         They are `a + b·n + Σ (c·L + d·n·L)` over the ragged axes, of size L, and a share of each
@@ -156,6 +157,11 @@ class MeasuredCost:
         offset = -byte * self.empty
         surface = Surface.of(self._levels(), pieces, grid, empty=0, offset=offset, scale=1.0)
         return surface.plus((fixed, *by_axis[::2]), (each, *by_axis[1::2]))
+
+    @property
+    def taken(self) -> CostModel:
+        """The bytes of batches as they are made: this cost, if there is one way to make them."""
+        return self
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; `MAX_BYTES` for unknown shapes, and from 2⁶² bytes on."""
@@ -264,7 +270,7 @@ class MeasuredCost:
         observed = self._observed
         observed.retries += peak.retries
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
-        predicted = max(int(self.batch_bytes(n, size)), reserved_for)
+        predicted = max(int(self.taken.batch_bytes(n, size)), reserved_for)
         # Without a prediction of the batch, only its peak is known.
         known = predicted if predicted < MAX_BYTES else max(reserved_for, peak.bytes)
         observed.largest_bytes = known
@@ -432,6 +438,156 @@ class MeasuredCost:
         return figure
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WaysCost(MeasuredCost):
+    """The cost of a step that is made in several ways: see `torchbudget.alternatives`.
+
+    Its bytes are the least of its ways', and its capacity the greatest. `under` a budget it also
+    knows which way a batch is made in, and its time. Where steps were not timed, as forwards of few
+    samples, the first way that fits counts as the fastest.
+
+    Attributes:
+        ways: costs of the ways, all with one margin.
+        reader: of the shapes of batches.
+        budget: bytes under which ways are chosen; by itself that of the measurement.
+    """
+
+    ways: tuple[MeasuredCost, ...]
+    reader: ShapeReader
+    budget: int
+
+    @classmethod
+    def of(cls, ways: Sequence[MeasuredCost], reader: ShapeReader) -> WaysCost:
+        """The cost of these ways; measured on the same sizes and under the same budget."""
+        first, margin = ways[0], max(one.margin for one in ways)
+        same = ("smallest", "multiple", "median", "parts", "room", "caution")
+        return cls(
+            pieces=(),
+            grid=None,
+            largest=tuple(map(max, zip(*(one.largest for one in ways), strict=True))),
+            empty=min(one.empty for one in ways),
+            margin=margin,
+            seconds=first.seconds if all(one.seconds for one in ways) else None,
+            probes=tuple(probe for one in ways for probe in one.probes),
+            notes=tuple(dict.fromkeys(note for one in ways for note in one.notes)),
+            ways=tuple(one.with_margin(margin) for one in ways),
+            reader=reader,
+            budget=first.room or 0,
+            **{name: getattr(first, name) for name in same},
+        )
+
+    def under(self, budget: int) -> WaysCost:
+        """This cost, with ways that are chosen under a budget in bytes."""
+        return self if budget == self.budget else replace(self, budget=budget)
+
+    def way(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """The way that batches are made in: the fastest that fits, else the last of least bytes."""
+        needed = np.stack([one.batch_bytes(n, padded_size) for one in self.ways])
+        fits = needed <= self.budget
+        times = np.arange(len(self.ways)).reshape(-1, *[1] * (needed.ndim - 1))  # without a time
+        if self.seconds is not None:
+            times = np.stack([one.time.batch_bytes(n, padded_size) for one in self.ways])
+        fastest: IntArray = np.where(fits, times, MAX_BYTES).argmin(axis=0)
+        smallest = len(needed) - 1 - needed[::-1].argmin(axis=0)
+        return np.where(fits.any(axis=0), fastest, smallest)
+
+    def way_of(self, batch: Any) -> int:
+        """The way that a batch is made in, by the lengths of its tensors.
+
+        Raises:
+            BatchError: it has other tensors than those that `make_batch` made.
+        """
+        n, *size = self.reader.shape_of(batch)
+        return int(self.way(n, size if self.axes > 1 else size[0]))
+
+    @cached_property
+    def taken(self) -> OfWays:
+        """The bytes of batches in the way that they are made in."""
+        return OfWays(self, is_time=False)
+
+    @cached_property
+    def time(self) -> CostModel:
+        """A cost model of a micro-batch's nanoseconds, in the fastest way that fits.
+
+        Raises:
+            CostError: no step was timed.
+        """
+        return OfWays(self, is_time=True)
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `MeasuredCost.batch_bytes`: the least of any way."""
+        every = [one.batch_bytes(n, padded_size) for one in self.ways]
+        least: IntArray = np.min(every, axis=0)
+        return least
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `MeasuredCost.capacity`: the greatest of any way."""
+        every = [one.capacity(padded_size, budget_bytes) for one in self.ways]
+        most: IntArray = np.max(every, axis=0)
+        return most
+
+    def traced_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `MeasuredCost.traced_bytes`: the least of any way."""
+        every = [one.traced_bytes(n, padded_size) for one in self.ways]
+        least: IntArray = np.min(every, axis=0)
+        return least
+
+    def label(self, n: int, padded_size: int | Sequence[int]) -> str:
+        """See `MeasuredCost.label`: of the way that the batch is made in."""
+        return self.ways[int(self.way(n, padded_size))].label(n, padded_size)
+
+    def with_margin(self, margin: float) -> WaysCost:
+        """See `MeasuredCost.with_margin`."""
+        ways = tuple(one.with_margin(margin) for one in self.ways)
+        return replace(self, margin=margin, ways=ways)
+
+    def packed(self) -> PackedCost:
+        """Refuse: a minimum over ways is no sum over samples."""
+        raise CostError("alternatives are for padded batches: packed ones are as full as fits")
+
+    def errors(self) -> list[float]:
+        """See `MeasuredCost.errors`: way after way."""
+        return [error for one in self.ways for error in one.errors()]
+
+    def __str__(self) -> str:
+        """Return what `MeasuredCost` does, for each way."""
+        return "; ".join(f"way {number}: {one}" for number, one in enumerate(self.ways))
+
+    def report(self) -> str:
+        """Report each way as `MeasuredCost.report` does."""
+        return "\n\n".join(f"way {k}\n{one.report()}" for k, one in enumerate(self.ways))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfWays:
+    """A cost model of batches, each by the way that it is made in.
+
+    Attributes:
+        cost: which chooses the ways.
+        is_time: nanoseconds, and not bytes.
+    """
+
+    cost: WaysCost
+    is_time: bool
+
+    def _models(self) -> list[CostModel]:
+        return [one.time if self.is_time else one for one in self.cost.ways]
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`."""
+        every = [one.batch_bytes(n, padded_size) for one in self._models()]
+        way = self.cost.way(n, padded_size)
+        taken: IntArray = np.take_along_axis(np.stack(every), way[None], axis=0)[0]
+        return taken
+
+    def capacity(self, padded_size: ArrayLike, amount: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`: the greatest of any way, as far as its bytes fit the budget."""
+        fitting = [one.capacity(padded_size, self.cost.budget) for one in self.cost.ways]
+        every = [one.capacity(padded_size, amount) for one in self._models()]
+        most: IntArray = np.minimum(fitting, every).max(axis=0)
+        return most
+
+
 def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
     """Read a cost that `MeasuredCost.save` wrote, or one of a `cost_cache` of `loader`.
 
@@ -467,6 +623,9 @@ def saved_costs(path: str | Path, measured_on: Mapping[str, str]) -> list[Measur
     try:
         read = _tuples(json.loads(Path(path).read_text("utf-8")))
         several = read if isinstance(read, tuple) and read else (read,)
+        for one in several:
+            if one["format"] != _FORMAT:
+                raise ValueError(f"format {one['format']!r} is not {_FORMAT}; measure again")
         costs = [_from_file(one) for one in reversed(several)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
@@ -496,14 +655,18 @@ def _tuples(value: Any) -> Any:
 
 
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
-    if read["format"] != _FORMAT:
-        raise ValueError(f"format {read['format']!r} is not {_FORMAT}; measure again")
-    parts = {
+    parts: dict[str, Any] = {
         "grid": None if read["grid"] is None else Grid(**read["grid"]),
         "pieces": tuple(Piece(**one) for one in read["pieces"]),
         "probes": tuple(Probe(**one) for one in read["probes"]),
     }
-    return MeasuredCost(**{k: one for k, one in read.items() if k != "format"} | parts)
+    kind: type[MeasuredCost] = MeasuredCost
+    if "ways" in read:
+        dims, places = read["reader"]
+        reader = ShapeReader(dims, tuple(Place(*one) for one in places))
+        kind, ways = WaysCost, tuple(map(_from_file, read["ways"]))
+        parts |= {"ways": ways, "reader": reader}
+    return kind(**{k: one for k, one in read.items() if k != "format"} | parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

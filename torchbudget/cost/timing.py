@@ -5,6 +5,7 @@ The time that optimizers take is no part of it: they step once, after many micro
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,8 @@ from torchbudget.cost.protocol import FloatArray
 from torchbudget.cost.subject import Size, Subject
 from torchbudget.units import MAX_BYTES
 
-# Seconds that all of it may take, or this share of measuring, if that is more.
+# Seconds that all of it may take, or this share of measuring, if that is more; or as long as the
+# fewest shapes take, which are the smallest, where runs for the bytes are the largest.
 _SECONDS: Final = 3.0
 _SHARE: Final = 0.1
 # Each shape is stepped on once to warm up, and then so often, all shapes in turn, as in training: a
@@ -82,7 +84,8 @@ def timed(
         if not shapes:
             seconds_of(shape)  # what the first step compiles or begins comes once
         seconds = seconds_of(shape)
-        if (once_s + seconds) * (1 + _PASSES[0]) > left_s:
+        is_late = (once_s + seconds) * (1 + _PASSES[0]) > left_s
+        if (is_late and len(shapes) >= _LEAST_SHAPES) or math.isinf(seconds):
             break
         shapes.append(shape)
         once_s += seconds

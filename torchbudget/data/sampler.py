@@ -108,7 +108,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         rank: rank of this process. Default: its rank in `torch.distributed`, else 0.
 
     Attributes:
-        cost: the cost that batches are planned by.
         size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads
             it, and the shapes.
         shapes: pairs (n, L) of rows and padded length, the longest first; empty without
@@ -205,7 +204,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                 "which keeps each unit in one micro-batch, and leave drop_last out"
             )
         rules = fitted(rules, table.values, order.skipped)
-        self.cost, self.size_multiple, self.shapes = cost, rules.size_multiple, rules.shapes
+        self.size_multiple, self.shapes = rules.size_multiple, rules.shapes
         self._ranks, self._max_shapes, self.keeps_units = ranks, max_shapes, order.labels.whole
         self._order = order_identity(order, table.fingerprint)
         self._plan = Plan(
@@ -252,6 +251,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._place = Cursor.decode(self._loaded, self._order, plan)
         self._plan, self._length = plan, None
         return plan
+
+    @property
+    def cost(self) -> Any:
+        """The cost that batches are planned by, with the margin of the last `replan`."""
+        return self._plan.rules.cost
 
     def __repr__(self) -> str:
         rules, place = self._plan.rules, f"epoch {self.epoch}, rank {self.rank}"
@@ -521,7 +525,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         if ranks > 1:
             margin, place = largest_of_all_ranks(ranks, margin, place)
         if margin > used.margin:
-            rules = replace(self._plan.rules, cost=used.planned_with(margin))
+            rules = replace(self._plan.given, cost=used.planned_with(margin))
             self._plan = plan = self._plan.changed(rules=rules)
             self._length = None
             if present is not None:
@@ -761,7 +765,7 @@ def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:
             and cost.margin < margin <= MOST_MARGIN
             and cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) == saved
         ):
-            rules = replace(plan.rules, cost=cost.planned_with(margin), max_shapes=max_shapes)
+            rules = replace(plan.given, cost=cost.planned_with(margin), max_shapes=max_shapes)
             rules = fitted(rules, plan.sizes.values, plan.order.skipped)
             return plan.changed(rules=rules)
     return plan

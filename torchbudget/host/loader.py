@@ -26,6 +26,7 @@ import torchbudget
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import check_call, size_multiple_of
 from torchbudget.cost.agree import agree
+from torchbudget.cost.alternatives import Alternatives
 from torchbudget.cost.measure import describe_step, measure_cost, why_not
 from torchbudget.cost.measured import MeasuredCost, differing, saved_costs
 from torchbudget.cost.protocol import CostModel
@@ -41,7 +42,7 @@ from torchbudget.host.options import LoaderOptions, loader_options
 from torchbudget.host.real_batches import RealBatches
 from torchbudget.machine.device import is_cpu
 from torchbudget.machine.host import host_memory
-from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.rules import NEED_STEPS, BatchRules
 from torchbudget.protocols import MapStyle
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
@@ -87,8 +88,8 @@ def loader(
         dataset: a map-style data set of N samples, whose sizes depend on their indices alone; or a
             `DataLoader`, whose data set, collate, workers and pinning are taken, and whose batch
             size and `drop_last` are ignored.
-        step: the training step, a function of a batch; or a forward; or a cost model, and nothing
-            is measured.
+        step: the training step, a function of a batch, or `alternatives` of several; or a forward;
+            or a cost model, and nothing is measured.
         budget: bytes of the device, or a `MemoryBudget`. If it has `host` bytes, `loader_options`
             chooses workers and prefetching.
         size: the ragged field, several in a tuple, or a function of a sample, as for `sizes_of`.
@@ -129,6 +130,10 @@ def loader(
     names: tuple[str, ...] = (*_OF_LOADERS, *_OF_WORKERS)
     workers = {name: options.pop(name) for name in names if name in options}
     _check_options(step, budget, options)
+    several = step.model if isinstance(step, Forward) else step
+    measured: Any = step
+    if isinstance(step, Forward) and isinstance(several, Alternatives):
+        measured = Alternatives(*(replace(step, model=way) for way in several.ways))
     budget = MemoryBudget.of(budget)
     needless = {"persistent_workers", "pin_memory", "prefetch_factor"} & workers.keys()
     if budget.host is not None and needless:
@@ -160,15 +165,16 @@ def loader(
             device = TrainingState(step).device if device is None else torch.device(device)
             if isinstance(step, Forward):
                 with ranks.together():
-                    reserve = _output_bytes(step, batches)
+                    reserve = _output_bytes(getattr(measured, "ways", [step])[0], batches)
                     budget = _less(budget, reserve) if is_cpu(device) else budget
             _check_machine(budget, device, ranks)
             # Only where a plan uses it: each batch that is a step is as full as fits.
-            time = isinstance(step, Forward) or (
-                options.get("samples_per_step") is not None and options.get("time") is None
+            has_steps = options.get("samples_per_step") is not None
+            is_by_time = isinstance(several, Alternatives) or options.get("time") is None
+            time = isinstance(step, Forward) or (has_steps and is_by_time)
+            cost = _measured(
+                measured, make_batch, batches, budget, device, cost_cache, ranks, time=time
             )
-            measured = partial(_measured, step, make_batch, batches, budget, device)
-            cost = measured(cost_cache, ranks, time=time)
         told = str(cost)
         if isinstance(cost, MeasuredCost) and packed is not False:
             cost = ranks.each(partial(_packed, cost, batches, packed))[0]
@@ -177,6 +183,8 @@ def loader(
         if device is not None and budget.device is not None:
             limit_device_memory(budget, device)
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
+        if isinstance(several, Alternatives):
+            several.bind(sampler)
         collate = _checked(batches, sampler.plan.rules)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
@@ -321,6 +329,8 @@ def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:
             f"expected {_CALL}; the step is a function of a batch that makes a training step, or a "
             f"cost model: got step={step!r}{hint}"
         )
+    if isinstance(step, Alternatives) and options.get("samples_per_step") is None:
+        raise OptionError(NEED_STEPS)
 
 
 def _taken_from(given: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchbudget.cost.measured import WaysCost
 from torchbudget.data.collate.collates import IDS, TransformersBatch
 from torchbudget.distributed import Ranks
 from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning, warn
@@ -51,6 +52,10 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     unless `checks_rows` is false. If a check could not tell, it is repeated before the second item,
     the 4th, the 8th and so on. The loader's position is saved in `trainer_state.json`.
 
+    With `recompute = "where needed"` the mixin switches the model's gradient checkpointing on for
+    the micro-batches that fit in no other way. The loader's cost must then be that of
+    `alternatives(plain, recomputed)`, in this order.
+
     >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
     ...     def budget_loader(self):
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
@@ -58,6 +63,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     checks_rows = True
     checks_weights = True
+    recompute: str | None = None
     compute_loss_func: Any  # the Trainer's
     _items: _Items
     _items_seen = 0
@@ -80,7 +86,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
         self._items = items = _Items(self, self.budget_loader())
         unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
-        model = unwrap(unwrap_peft_model(unwrap(self.model)))
+        items.model = model = unwrap(unwrap_peft_model(unwrap(self.model)))
         # The Trainer overlooks that GPT-2, say, shifts labels. FSDP2 derives a class of its own.
         causal = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
         shifts = self._loss_shifts_labels or any(k.__name__ in causal for k in type(model).__mro__)
@@ -146,6 +152,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         # Chosen under FSDP, where gradients that wait to be reduced are kept whole.
         syncs_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         for number, batch in enumerate(inputs, 1):
+            self._switch(batch)
             weight = self.micro_batch_weight(batch)
             # The Trainer divides the loss by this number, and averages gradients over the ranks.
             self.current_gradient_accumulation_steps = self._rank_weight / weight if weight else inf
@@ -156,6 +163,16 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                     batch = {**batch, "labels": torch.zeros_like(batch["labels"])}
                 losses.append(super().training_step(model, batch, self._number(weight)))
         return torch.stack(losses).sum()
+
+    def _switch(self, batch: Any) -> None:
+        """Recompute the activations of a micro-batch if it does not fit otherwise."""
+        if self.recompute is None:
+            return
+        model = self._items.model
+        if self._items.source.cost.way_of(batch):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return the batch on the device; a mapping as a dict, since the Trainer pops labels."""
@@ -216,9 +233,14 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         trainer: the Trainer, whose arguments and state are read.
         loader: a loader of micro-batches.
 
+    Attributes:
+        model: without wrappers; its gradient checkpointing is switched.
+
     Raises:
         OptionError: they do not go together.
     """
+
+    model: Any
 
     def __init__(self, trainer: Any, loader: DataLoader[Any]) -> None:
         shared_by = trainer.get_tp_size()
@@ -247,6 +269,15 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
             "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
             "DataParallel: start one process for each GPU": args.n_gpu > 1,
             "DeepSpeed: it counts the micro-batches itself": trainer.is_deepspeed_enabled,
+            f"recompute={trainer.recompute!r}: leave it None, or pass 'where needed'": (
+                trainer.recompute not in (None, "where needed")
+            ),
+            "recompute without a cost of alternatives(plain, recomputed) in the loader": (
+                trainer.recompute and not isinstance(getattr(self.source, "cost", None), WaysCost)
+            ),
+            "recompute='where needed' with gradient_checkpointing=True, which recomputes all": (
+                trainer.recompute and args.gradient_checkpointing
+            ),
         }
         for what, is_so in refused.items():
             if is_so:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.measured import MeasuredCost, WaysCost
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import Windows
@@ -57,7 +57,10 @@ def with_least_time(
         The same rules and strips where no cap is faster, or none can be: there is no time, single
         samples take no longer than together, or micro-batches are packed or have given shapes.
     """
-    if rules.time is None and isinstance(rules.cost, MeasuredCost) and rules.cost.seconds:
+    # Full steps would be made in the way of the least bytes: ways without a time are an error.
+    is_timed = getattr(rules.cost, "seconds", None) is not None
+    is_timed |= isinstance(rules.cost, WaysCost) and ranks.even_sums
+    if rules.time is None and isinstance(rules.cost, MeasuredCost) and is_timed:
         rules = replace(rules, time=rules.cost.time)
     if rules.time is None or rules.packing is not None or rules.max_shapes is not None:
         return rules, strips

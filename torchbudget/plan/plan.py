@@ -114,7 +114,7 @@ class Plan:
         batches_per_epoch: int | None = None,
     ) -> None:
         self.sizes = sizes
-        self.rules = rules
+        self.given = self.rules = rules
         self.order = order
         self.ranks = ranks
         self.drop_last = drop_last
@@ -189,7 +189,7 @@ class Plan:
         """
         return Plan(
             self.sizes,
-            replace(rules or self.rules, most_time=None),
+            rules or self.given,
             self.order,
             replace(self.ranks, **ranks),
             window=window if "number" in ranks else self.window_samples,
@@ -230,6 +230,8 @@ class Plan:
                 micro-batch, except with `batches_per_epoch`.
             OptionError: `drop_last` leaves nothing of the epoch.
         """
+        if not (self.ranks.even_sums or self.ranks.repeats):
+            self.rules.check_ways()
         cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
         for span in self.spans(cursor) if left != 0 else ():
@@ -559,7 +561,7 @@ class Plan:
         """Predicted bytes of a micro-batch of these samples."""
         starts, stops = np.array([0]), np.array([len(indices)])
         return int(
-            run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.cost)[0]
+            run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.taken)[0]
         )
 
     def extremes(self, cursor: Cursor) -> dict[str, IntArray]:
@@ -572,7 +574,7 @@ class Plan:
         best: dict[str, tuple[int, IntArray]] = {}
         for span in self._spans_of_pass(cursor):
             block = span.block
-            costs = block.costs(self.rules, self.rules.cost)
+            costs = block.costs(self.rules, self.rules.taken)
             singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
             for name, values in (("largest", costs), ("longest", singles), ("shortest", -singles)):
                 number = int(values.argmax())

@@ -15,11 +15,17 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, is_int, natural, optional
+from torchbudget.cost.measured import WaysCost
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, CostError, OptionError
 from torchbudget.units import MAX_BYTES, Amount, format_amount, parse_bytes
 
+NEED_STEPS: Final = (
+    "alternatives need steps whose samples are given, as with samples_per_step, in plan_step and "
+    "in predict: where each batch is a step, it is as full as fits, and would always be made in "
+    "the way that takes the least bytes"
+)
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
 
@@ -120,6 +126,8 @@ class BatchRules:
                 )
         for name in ("size_multiple", "batch_size_multiple"):
             object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
+        if isinstance(self.cost, WaysCost):
+            object.__setattr__(self, "cost", self.cost.under(self.budget_bytes))
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
         limits = [Limit("cost", self.cost, self.budget_bytes)]
         if self.max_batch_size is not None:
@@ -181,7 +189,8 @@ class BatchRules:
         if given is None:
             return ()
         others = [limit.name for limit in limits[1:] if limit.most is None]
-        if self.packing is not None or others or self.batch_size_multiple > 1:
+        is_other = self.packing is not None or isinstance(self.cost, WaysCost)
+        if is_other or others or self.batch_size_multiple > 1:
             raise OptionError(
                 "max_shapes is for padded batches, without batch_size_multiple and without limits "
                 f"other than numbers of samples, got a {type(self.cost).__name__}, {others}, "
@@ -244,6 +253,16 @@ class BatchRules:
     def work(self) -> CostModel:
         """The cost model that ranks are balanced by."""
         return self.cost if self.time is None else self.time
+
+    def check_ways(self) -> None:
+        """Raise an `OptionError` if full micro-batches could be made in several ways."""
+        if isinstance(self.cost, WaysCost):
+            raise OptionError(NEED_STEPS)
+
+    @property
+    def taken(self) -> CostModel:
+        """The bytes of micro-batches as they are made, if there are several ways to make them."""
+        return self.cost.taken if isinstance(self.cost, WaysCost) else self.cost
 
     def costs(self, model: CostModel, n: ArrayLike, padded_sizes: ArrayLike) -> IntArray:
         """The costs of micro-batches by `cost` or `work`, shape `(…)`.

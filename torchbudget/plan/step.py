@@ -50,6 +50,7 @@ class StepPlan:
         size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=step)` reads it,
             and the shapes.
         shapes: pairs (n, L) of rows and padded length; empty without `max_shapes`.
+        cost: the cost that they are planned by.
     """
 
     micro_batches: list[list[list[int]]]
@@ -57,6 +58,7 @@ class StepPlan:
     skipped_samples: IntArray
     size_multiple: int
     shapes: tuple[tuple[int, int], ...]
+    cost: CostModel = field(repr=False)
     _report: Callable[[], PlanReport] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -171,8 +173,15 @@ def plan_step(
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     inverse = np.argsort(np.array(joined, np.int64))
     report = partial(plan_report, [block], table, rules, ranks, order)
-    of_collate = rules.size_multiple, rules.shapes
-    return StepPlan(micro_batches, inverse, order.skipped, *of_collate, report)
+    return StepPlan(
+        micro_batches=micro_batches,
+        inverse=inverse,
+        skipped_samples=order.skipped,
+        size_multiple=rules.size_multiple,
+        shapes=rules.shapes,
+        cost=rules.cost,
+        _report=report,
+    )
 
 
 # ---------------------------------------------------------------------- a stream's window

@@ -1,0 +1,201 @@
+"""Several ways to make a step: each batch is made in the fastest one that fits."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchbudget.cost.agree import joined_ranks
+from torchbudget.cost.batch_recipe import Shape, ShapeReader
+from torchbudget.cost.expressions import UntraceableError
+from torchbudget.cost.measured import WaysCost
+from torchbudget.cost.subject import Subject
+from torchbudget.distributed import plain_parts
+from torchbudget.errors import CostError, OptionError
+from torchbudget.restoring import TrainingState
+
+# Samples of the batch that gradients are compared on: of three, a loss in chunks has unequal ones.
+_COMPARED: Final = 3
+# A gradient that is 0 but for rounding, as that of keys' biases, has this multiple of the rounding
+# of all gradients together.
+_ROUNDING: Final = 64
+
+
+class Planned(Protocol):
+    """A sampler, or a `StepPlan`: it knows the cost that its batches are planned by."""
+
+    @property
+    def cost(self) -> Any:
+        """The cost, under the budget of the plan."""
+
+
+class Alternatives:
+    """A step that is made in one of several ways: see `alternatives`.
+
+    Attributes:
+        ways: functions of a batch.
+    """
+
+    def __init__(self, *ways: Callable[[Any], Any]) -> None:
+        are_steps = all(callable(one) and not isinstance(one, Alternatives) for one in ways)
+        if len(ways) < 2 or not are_steps:
+            raise OptionError(
+                "alternatives(plain, recomputed, …) takes at least two functions of a batch, each "
+                f"of which makes the whole step in its own way: got {ways!r}"
+            )
+        self.ways = ways
+        self._planned: Planned | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        """Make the step on a batch in the fastest way that fits, and return what it returns."""
+        return self.ways[self.choose(batch)](batch)
+
+    def choose(self, batch: Any) -> int:
+        """The number of the way that is the fastest of those that fit, for a loop of one's own.
+
+        It follows from the batch's shape, the budget, and the cost with its margin alone. A batch
+        that fits in no way, as with `oversize="alone"`, is made in the one of the least bytes.
+
+        Raises:
+            OptionError: no plan was bound.
+            BatchError: the batch has other tensors than those that were measured.
+        """
+        if self._planned is None:
+            raise OptionError(
+                "alternatives choose by the bytes of a plan: make the loader with this step, as in "
+                "loader(dataset, step, budget, samples_per_step=256), or call step.bind(sampler)"
+            )
+        return int(self._planned.cost.way_of(batch))
+
+    def bind(self, planned: Planned) -> None:
+        """Choose by the cost and the budget of a sampler, or of a `StepPlan`, from now on.
+
+        Raises:
+            OptionError: it is not planned by the measured cost of such a step.
+        """
+        if not isinstance(getattr(planned, "cost", None), WaysCost):
+            raise OptionError(
+                f"{type(planned).__name__} is not planned by a cost of alternatives: measure one "
+                "with measure_cost(step, …), or make the loader with loader(dataset, step, …)"
+            )
+        self._planned = planned
+
+
+def alternatives(*ways: Callable[[Any], Any]) -> Alternatives:
+    """Make one step of several ways to make it, such as with and without recomputing activations.
+
+    `measure_cost` and `loader` measure each way. Batches are then planned by the way of the least
+    bytes, and by the time of the fastest way that fits. Each batch is made in that one. So batches
+    that fit are not slowed down for the sake of those that would not.
+
+    All ways must give the same gradient. Measuring compares them once, on a batch of up to three
+    of the smallest samples, with the same random numbers.
+
+    It needs steps whose samples are given, as with `samples_per_step`, in `plan_step` and in
+    `predict`: where each batch is a step, batches are as full as fits, and the way that holds most
+    would always be taken. It needs padded batches, whose tensors show their shape.
+
+    Args:
+        ways: functions of a batch, the fastest one first. Each makes the whole step, and begins
+            with switching what differs, so that the order of calls does not matter.
+
+    Raises:
+        OptionError: there are fewer than two.
+
+    >>> step = alternatives(lambda batch: "plain", lambda batch: "recomputed")
+    >>> len(step.ways)
+    2
+    """
+    return Alternatives(*ways)
+
+
+def reader_of(subject: Subject) -> ShapeReader:
+    """How the shapes of batches are read.
+
+    Raises:
+        CostError: they cannot be.
+    """
+    try:
+        return ShapeReader.of(subject.batch, subject.domain.recipe_shapes())
+    except UntraceableError as error:
+        raise CostError(
+            f"alternatives choose a way by the shape of a batch, which cannot be read: {error}"
+        ) from error
+
+
+def check_same_gradients(step: Alternatives, subject: Subject) -> None:
+    """Compare what the ways make of one small batch.
+
+    Raises:
+        CostError: their gradients at the optimizer's step, or without any, what they return, differ
+            by more than the rounding of the coarsest floating-point type in the first way.
+    """
+    shape: Shape = subject.domain.occurring((_COMPARED, *subject.domain.between(0.0)))
+    batch, coarsest = subject.batch(shape), _Coarsest()
+    every: list[list[Tensor]] = []
+    for way in step.ways:
+        with subject.state.restored_after_runs(), nullcontext() if every else coarsest:
+            every.append(_gradients(way, copy.deepcopy(batch), subject.state))
+    other = next((k for k, one in enumerate(every) if not coarsest.allows(every[0], one)), 0)
+    if max(joined_ranks(subject.state).gather_objects(other)):
+        raise CostError(
+            f"way {other} of alternatives gives another gradient than way 0, on a batch of shape "
+            f"{shape}: all ways must make the same step, in other bytes and another time"
+        )
+
+
+def _gradients(way: Callable[[Any], Any], batch: Any, state: TrainingState) -> list[Tensor]:
+    """Gradients before the optimizers step; without any, what the way returns. On the host."""
+    found: list[Tensor] = []
+
+    def keep(values: Iterable[Any]) -> None:
+        for one in values:
+            parts = [torch.zeros(())] if one is None else plain_parts(one.detach())
+            found.extend(part.to("cpu", copy=True) for part in parts)
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        keep(p.grad for group in optimizer.param_groups for p in group["params"])
+
+    handle = register_optimizer_step_pre_hook(before)
+    try:
+        returned = way(batch)
+    finally:
+        handle.remove()
+    if not found:
+        keep(p.grad for p in state.parameters())
+    if not any(map(torch.count_nonzero, found)):
+        keep(one for one in tree_leaves(returned) if isinstance(one, Tensor))
+    return found
+
+
+class _Coarsest(TorchDispatchMode):
+    """Sees the precision of the coarsest floating-point type of any result."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._precision = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self._precision = max(self._precision, torch.finfo(one.dtype).eps)
+        return result
+
+    def allows(self, values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether values differ by no more than rounding."""
+        if [one.shape for one in values] != [one.shape for one in others]:
+            return False
+        pairs = [(a.double(), b.double()) for a, b in zip(values, others, strict=True)]
+        rounding = _ROUNDING * self._precision * math.hypot(*(float(a.norm()) for a, _ in pairs))
+        share = math.sqrt(self._precision)
+        return all(float((a - b).norm()) <= share * float(a.norm()) + rounding for a, b in pairs)
