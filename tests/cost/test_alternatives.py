@@ -17,39 +17,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.support.costs import measured
+from tests.support.costs import READER, measured, two_ways, way
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
 from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudgetBatchSampler,
     PadCollate,
-    PaddedCost,
     alternatives,
     load_cost,
     measure_cost,
     plan_step,
 )
 from torchbudget.cost import measure
-from torchbudget.cost.batch_recipe import Place, ShapeReader
+from torchbudget.cost.batch_recipe import ShapeReader
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.measured import MeasuredCost, WaysCost
 from torchbudget.errors import BatchError, CostError, MeasureWarning, OptionError
 
-READER = ShapeReader((2,), (Place(0, 0, 0, 1, 1), Place(0, 1, 0, 1, 1)))
 SIZES = np.array([1, 3, 10, 99, 500])
-
-
-def way(unit_bytes: int, fixed_s: float, unit_s: float, **options: Any) -> MeasuredCost:
-    """It takes `fixed_s` and `unit_s` for each position of a padded batch."""
-    seconds = (fixed_s, 0.0, 0.0, unit_s, 0.0, 0.0, 0.0)
-    cost = PaddedCost(fixed_bytes=1000, unit_bytes=unit_bytes)
-    return measured(cost, seconds=seconds, largest=(800,), **options)
-
-
-def two_ways(budget: int = 100_000, **options: Any) -> WaysCost:
-    """Plain, and recomputed: a fifth of the bytes in 1.4 times the time."""
-    ways = way(100, 1e-3, 1e-5, **options), way(20, 1e-3, 1.4e-5, **options)
-    return WaysCost.of(ways, READER).under(budget)
-
 
 costs = st.builds(
     way,
@@ -358,3 +344,18 @@ def test_a_report_has_each_way(tmp_path: Path) -> None:
     assert len(cost.errors()) == len(cost.probes)
     cost.save(tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json").report() == text
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapped", ["replicated", "sharded"])
+def test_ranks_of_one_round_take_different_ways(wrapped: str, tmp_path: Path) -> None:
+    """With DDP, and with FSDP2 around what is computed again: the step is that of all samples."""
+    found = run_ranks(script("measuring.in_ways"), tmp_path, 2, wrapped)
+    one, other = (ways for ways, *_ in found)
+    assert len(one) == len(other)
+    assert any(a != b for a, b in zip(one, other, strict=True))
+    assert max(off for _, off, _ in found) < 1e-12
+    assert all(error.startswith("CostError: way 1 of") for *_, error in found)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from tests.support.costs import two_ways
 from tests.support.rank_scripts import error_of, join
 from tests.support.steps import step_of
-from torchbudget import measure_cost
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, alternatives, measure_cost
 from torchbudget.machine.process_tree import process_memory
 
 
-def batch_of(n: int, size: int) -> torch.Tensor:
-    return torch.ones(n, size, 8)
+def batch_of(n: int, size: int, **options: Any) -> torch.Tensor:
+    return torch.ones(n, size, 8, **options)
 
 
 def trained(wrapped: str, method: Any) -> Any:
@@ -77,3 +82,81 @@ def together(wrapped: str) -> Any:
         for method in ("trace", "auto")
     ]
     return told, said
+
+
+class Block(nn.Module):
+    """Computes its activations again if it is told to, inside what is sharded."""
+
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = partial(checkpoint, self.inner, use_reentrant=False)
+        more: torch.Tensor = again(x) if Block.recomputes else self.inner(x)
+        return x + more
+
+
+def in_ways(wrapped: str) -> Any:
+    """One step of micro-batches, some made in one way and some in another.
+
+    Returns:
+        The ways of this rank; how far its gradients are off those of all samples, plain; and the
+        error where ways differ on one rank.
+    """
+    rank, ranks = join()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Block(), Block()).double()
+    whole = copy.deepcopy(model)
+    if wrapped == "sharded":
+        for part in (*model, model):
+            fully_shard(part)
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = [90, 3, 50, 4, 4, 60, 7, 20]
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(1, size, 8, dtype=torch.float64, generator=generator) for size in sizes]
+    sampler = MemoryBudgetBatchSampler(
+        sizes, two_ways(axes=3), 8000, samples_per_step=8, num_replicas=ranks, rank=rank
+    )
+    accumulator = GradAccumulator(optimizer, module=model, steps=sampler)
+
+    def step_of(recomputes: bool, factor: float = 1.0) -> Any:
+        def step(batch: torch.Tensor) -> None:
+            Block.recomputes = recomputes
+            with accumulator.micro_batch(weight=len(batch)):
+                accumulator.backward(factor * model(batch).square().sum())
+
+        return step
+
+    found: list[torch.Tensor] = []
+
+    def keep(*_: Any) -> None:
+        found.extend(getattr(one, "full_tensor", one.clone)() for one in gradients(model))
+
+    options: dict[str, Any] = {"max_size": 9, "min_size": 2, "budget": "1GiB"}
+    wrong = alternatives(step_of(False), step_of(True, 1.0 + rank))
+    error = error_of(lambda: measure_cost(wrong, partial(batch_of, dtype=torch.double), **options))
+    optimizer.register_step_pre_hook(keep)
+    step, ways = alternatives(step_of(False), step_of(True)), []
+    step.bind(sampler)
+    for indices in sampler:
+        longest = max(sizes[i] for i in indices)
+        # Padding of zeros makes zeros, and no gradient.
+        batch = torch.cat([F.pad(data[i], (0, 0, 0, longest - sizes[i])) for i in indices])
+        ways.append(step.choose(batch))
+        step(batch)
+    Block.recomputes = False
+    sum(whole(one).square().sum() for one in data).backward()
+    pairs = zip(found, gradients(whole), strict=True)
+    off = max(float((one - g / len(data)).norm() / one.norm()) for one, g in pairs)
+    return ways, off, error
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
