@@ -168,11 +168,11 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         """Recompute the activations of a micro-batch if it does not fit otherwise."""
         if self.recompute is None:
             return
-        model = self._items.model
-        if self._items.source.cost.way_of(batch):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            model.gradient_checkpointing_disable()
+        model, again = self._items.model, self._items.source.cost.way_of(batch) > 0
+        name = f"checkpointing_{'enable' if again else 'disable'}"
+        # Before transformers 5.24 it was called so; now that name warns.
+        switch = getattr(model, f"activation_{name}", None) or getattr(model, f"gradient_{name}")
+        switch(*[{"use_reentrant": False}][:again])
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return the batch on the device; a mapping as a dict, since the Trainer pops labels."""
@@ -275,9 +275,8 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
             "recompute without a cost of alternatives(plain, recomputed) in the loader": (
                 trainer.recompute and not isinstance(getattr(self.source, "cost", None), WaysCost)
             ),
-            "recompute='where needed' with gradient_checkpointing=True, which recomputes all": (
-                trainer.recompute and args.gradient_checkpointing
-            ),
+            "recompute='where needed' with an argument that recomputes all": trainer.recompute
+            and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         }
         for what, is_so in refused.items():
             if is_so:

@@ -78,7 +78,7 @@ def together(wrapped: str) -> Any:
 
     options: dict[str, Any] = {"max_size": 200, "budget": "1GiB"}
     said = [
-        error_of(lambda method=method: measure_cost(step, failing, method=method, **options))
+        error_of(partial(measure_cost, step, failing, method=method, **options))
         for method in ("trace", "auto")
     ]
     return told, said
