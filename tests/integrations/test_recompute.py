@@ -39,8 +39,6 @@ def train(path: Path, recompute: str | None, cost: Any = None, **arguments: Any)
     data: Any = [
         {"input_ids": torch.arange(n) % 30, "labels": torch.arange(n) % 7} for n in lengths
     ]
-        {"input_ids": torch.arange(n) % 30, "labels": torch.arange(n) % 7} for n in lengths
-    ]
     seen: list[tuple[bool, bool]] = []
 
     def made(shape: tuple[int, ...]) -> Any:
