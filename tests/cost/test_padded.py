@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support import oracles
@@ -75,7 +75,11 @@ def exact_bytes(cost: Any, n: int, size: Any) -> tuple[int, int]:
 # ---------------------------------------------------------------------- the formula
 
 
+FLOORED = PaddedCost(fixed_bytes=10, unit_bytes=1, floor_bytes=100), 5
+
+
 @given(cost_and_size(), st.integers(0, 10_000))
+@example(FLOORED, 10)
 def test_bytes_are_those_of_the_formula(case: Any, n: int) -> None:
     """A batch costs what the formula says in exact arithmetic, to one byte a sample at the most.
 
@@ -89,21 +93,11 @@ def test_bytes_are_those_of_the_formula(case: Any, n: int) -> None:
     assert abs(int(cost.batch_bytes(n, size)) - expected) <= n * rounds
 
 
-def test_pairs_of_axes() -> None:
-    """Entry (i, j) of `pair_bytes` charges axis i times axis j: either triangle, the diagonal."""
-    upper = PaddedCost(unit_bytes=(1, 0), pair_bytes=((0, 12), (0, 0)))
-    lower = PaddedCost(unit_bytes=(1, 0), pair_bytes=((0, 0), (12, 0)))
-    diagonal = PaddedCost(unit_bytes=(0, 0), pair_bytes=((2, 0), (0, 3)))
-    assert int(upper.item_bytes([5, 7])) == int(lower.item_bytes([5, 7])) == 5 + 12 * 35
-    assert int(diagonal.item_bytes([5, 7])) == 2 * 25 + 3 * 49
-    scalar_zero = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
-    assert PaddedCost(pair_bytes=((0, 1), (0, 0))) == scalar_zero
-
-
 # ---------------------------------------------------------------------- capacity
 
 
 @given(cost_and_size(), st.integers(0, 60), st.integers(-1, 1))
+@example(FLOORED, 0, -1)
 def test_capacity_is_exact_at_the_boundary(case: Any, n: int, off: int) -> None:
     """The capacity is what trying every n finds, with the budget at a batch's bytes ± 1."""
     cost, size = case
@@ -111,13 +105,6 @@ def test_capacity_is_exact_at_the_boundary(case: Any, n: int, off: int) -> None:
     # Samples cost a byte or more, so that beyond n only the floor leaves room for others.
     expected = oracles.capacity(cost, size, budget, most=n + 600)
     assert int(cost.capacity(size, budget)) == expected
-
-
-def test_the_floor() -> None:
-    """Below the floor nothing fits, however small; at it, all that the formula lets in."""
-    cost = PaddedCost(fixed_bytes=10, unit_bytes=1, floor_bytes=100)
-    assert cost.batch_bytes([0, 1, 10, 18, 19], 5).tolist() == [100, 100, 100, 100, 105]
-    assert cost.capacity(5, [0, 99, 100, 104, 105]).tolist() == [0, 0, 18, 18, 19]
 
 
 # ---------------------------------------------------------------------- monotone
@@ -192,6 +179,8 @@ def test_the_protocols() -> None:
     assert not isinstance(VALUES[0], AdditiveCost)
     assert isinstance(VALUES[3], AdditiveCost)
     assert [cost.axes for cost in VALUES] == [1, 1, 2, 1, 3]
+    pairs = ((0, 1), (0, 0))
+    assert PaddedCost(pair_bytes=pairs) == PaddedCost(unit_bytes=(0, 0), pair_bytes=pairs)
 
 
 UNLIMITED = 2**63 - 1

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.support.sampler_cases import samplers
 from tests.support.samplers import TOKENS
-from torchbudget import PaddedCost
 from torchbudget.plan.dealing import deal_rounds
 from torchbudget.plan.solver import WindowKey
 
@@ -98,23 +97,3 @@ def test_ranks_see_as_many_and_as_long_samples(options: dict[str, int]) -> None:
     length = np.array(totals) / np.array(counts) / sizes.mean()
     assert abs(share - 1).max() < 0.08
     assert abs(length - 1).max() < 0.08
-
-
-# ---------------------------------------------------------------------- how even it is
-
-QUADRATIC = PaddedCost(unit_bytes=64, pair_bytes=1)
-
-
-@pytest.mark.parametrize(
-    ("cost", "most"), [(TOKENS, 1.003), (QUADRATIC, 1.01)], ids=["linear", "quadratic"]
-)
-def test_eight_ranks_do_the_same_work(cost: Any, most: float) -> None:
-    """On lognormal lengths, steps of 4,096 over 8 ranks: Σ costliest / Σ mean is near 1.
-
-    With six or more micro-batches for each rank and step; two or three cannot be as even.
-    """
-    rng = np.random.default_rng(0)
-    sizes = np.clip(rng.lognormal(5, 1, 24 * 4096), 16, 4096).astype(np.int64)
-    budget = 16_384 if cost is TOKENS else int(cost.batch_bytes(1, 4096))
-    sampler, *_ = samplers(sizes, cost, budget, 8, samples_per_step=4096)
-    assert sampler.report().imbalance <= most

@@ -41,3 +41,9 @@ def measured_with(mib: int, step: Step, make_batch: Any = ones, **options: Any) 
     """The cost under a budget of so many MiB more than this process takes."""
     budget = process_memory().resident_bytes + mib * 2**20
     return measure_cost(step, make_batch, budget=budget, **options)
+
+
+def of_shape(make_batch: Callable[[int, Any], Any], shape: tuple[int, ...]) -> Any:
+    """The batch of a shape `(n, *size)`, as tracers ask for it."""
+    n, *size = shape
+    return make_batch(n, tuple(size) if len(size) > 1 else size[0])

@@ -33,16 +33,6 @@ from torchbudget.errors import (
 )
 
 
-def test_flush_forgotten_at_the_end() -> None:
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=3)
-    accumulate(accumulator, model, [Data.make(4)])
-    alive = [accumulator]
-    del accumulator
-    with pytest.warns(ForgottenStepWarning, match="1 micro-batches that no step has applied"):
-        alive.clear()
-
-
 def test_flush_forgotten_between_epochs() -> None:
     data = Data.make(20)
     sampler = MemoryBudgetBatchSampler(
