@@ -16,6 +16,7 @@ from tests.support.large_steps import (
     EXACT,
     Data,
     accumulate,
+    accumulating,
     difference,
     large_step,
     loss_sum,
@@ -38,8 +39,7 @@ def test_flush_forgotten_between_epochs() -> None:
     sampler = MemoryBudgetBatchSampler(
         np.full(20, 7), PaddedCost(unit_bytes=1), 28, samples_per_step=10
     )
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    accumulator, model = accumulating(steps=sampler)
     accumulate(accumulator, model, [data[next(iter(sampler))]])
     with pytest.warns(ForgottenStepWarning, match="earlier epoch"):
         accumulate(accumulator, model, [data[next(iter(sampler))]])

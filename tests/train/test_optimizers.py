@@ -15,6 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.support.large_steps import (
     EXACT,
     Data,
+    accumulating,
     difference,
     large_step,
     loss_sum,
@@ -153,8 +154,7 @@ def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
 
     Also where the training goes on after steps of another run.
     """
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model)
+    accumulator, model = accumulating()
     accumulator.load_state_dict({**accumulator.state_dict(), "steps": steps})
     for parameter in model.parameters():
         inner = torch.optim.SGD([parameter], lr=0.1)
