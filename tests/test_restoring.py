@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -348,14 +348,14 @@ def test_a_quantized_buffer() -> None:
 
     def make() -> tuple[Step, State]:
         model, optimizer = network()
-        model.second.register_buffer("mean", quantized(torch.ones(3)))
-        plain = full_step(model, optimizer)
+        plain, second = full_step(model, optimizer), cast("Any", model.second)
+        second.register_buffer("mean", quantized(torch.ones(3)))
 
         def step(batch: torch.Tensor) -> None:
             plain(batch)
-            model.second.mean.copy_(quantized(model.second.mean.dequantize() - 0.1))
+            second.mean.copy_(quantized(second.mean.dequantize() - 0.1))
 
-        return step, lambda: [model.second.mean.dequantize(), model.first.weight.tolist()]
+        return step, lambda: [second.mean.dequantize(), model.first.weight.tolist()]
 
     check_training(make, partial(measure, method="auto"))
 
@@ -506,7 +506,7 @@ def scheduled() -> tuple[Step, State]:
     def state() -> list[Any]:
         calls.clear()
         model(make_batch(2, 4))
-        gradients = [parameter.grad.tolist() for parameter in model.parameters()]
+        gradients = [None if one.grad is None else one.grad.tolist() for one in model.parameters()]
         return [schedule.state_dict(), scaler.state_dict(), [*optimizer.state], gradients, *calls]
 
     return step, state

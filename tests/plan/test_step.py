@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.costs import measured
 from tests.support.oracles import bytes_of, capacity
 from tests.support.sampler_cases import check_units, together, whole_bytes
-from tests.support.samplers import counted
+from tests.support.samplers import TOKENS, counted
 from tests.support.strategies import costs, limits, one_axis_sizes, problems, rules
 from torchbudget import (
     BudgetedIterableDataset,
@@ -37,8 +37,6 @@ from torchbudget.errors import (
     SizesError,
     UnevenRanksError,
 )
-
-TOKENS = PaddedCost(unit_bytes=1)
 
 
 @given(
