@@ -1,26 +1,50 @@
-"""The command line: help, wrong use, the commands of its page; `inspect` and `measure`."""
+"""The command line: help, wrong use, the commands of its page, and each command."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import os
 import re
 import resource
 import shlex
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.commands import ROOT, run_command
-from torchbudget import __version__, load_cost
+from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command, start_command
+from tests.support.costs import measured
+from torchbudget import (
+    MemoryBudgetBatchSampler,
+    MemoryMonitor,
+    PackedCost,
+    PaddedCost,
+    __version__,
+    load_cost,
+)
 from torchbudget.commands.command_line import main
 from torchbudget.machine.host import host_memory, usable_processors
+from torchbudget.observe.report import recorded_runs
+from torchbudget.units import MiB
 
 COMMANDS = ("inspect", "plan", "measure", "watch", "report")
 MODULE = "tests.support.measured_module"
 SIZES = np.random.default_rng(0).integers(10, 400, 2000)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with sizes in it alone."""
+    monkeypatch.chdir(tmp_path)
+    np.save("sizes.npy", SIZES)
+    return tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -74,7 +98,6 @@ def test_wrong_use_is_2_and_one_line_on_stderr(
     """It is found before anything is measured, planned or started."""
     if "--figure" in arguments:
         pytest.importorskip("matplotlib")
-    np.save("sizes.npy", SIZES)
     np.savez("other.npz", lengths=SIZES)
     for name, content in FILES.items():
         Path(name).write_bytes(content)
@@ -160,3 +183,250 @@ def test_steps_that_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["measure", f"{MODULE}:without_samples", "--max-size", "8"]) == 1
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[-1][:13]) == ("", "torchbudget: ")
+
+
+# ---------------------------------------------------------------------- plan
+
+
+ASKED = ("--budget", "4000", "--unit-bytes", "1", "--fixed-bytes", "0.1kB")
+COST = PaddedCost(unit_bytes=1, fixed_bytes=100)
+
+
+def report_of(cost: Any = COST, budget: int = 4000, **options: Any) -> Any:
+    return MemoryBudgetBatchSampler(SIZES, cost, budget, **options).report()
+
+
+def test_every_rule_reaches_the_sampler(capsys: pytest.CaptureFixture[str]) -> None:
+    rules: dict[str, Any] = {
+        "window": 300,
+        "max_batch_size": 16,
+        "batch_size_multiple": 4,
+        "size_multiple": 8,
+        "oversize": "skip",
+        "drop_last": True,
+        "seed": 7,
+    }
+    asked = ["--budget", "390", "--ranks", "2", *ASKED[2:], "--json"]
+    for name, value in rules.items():
+        asked += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    assert main(["plan", "sizes.npy", *asked]) == 0
+    expected = report_of(budget=390, num_replicas=2, rank=0, **rules)
+    assert expected.skipped > 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(json.dumps(dataclasses.asdict(expected)))
+
+
+TEXT = "\n".join(map(str, SIZES))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.npz", None),
+        ("a.txt", TEXT),
+        ("a.json", json.dumps(SIZES.tolist())),
+        ("a.csv", f"length\n{TEXT}\n"),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_plan(
+    name: str, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        Path(name).write_text(text, "utf-8")
+    else:
+        np.savez(name, sizes=SIZES, fingerprint=np.array("of sizes_of"))
+    assert main(["plan", name, *ASKED]) == 0
+    assert capsys.readouterr().out == f"{report_of()}\n"
+
+
+@pytest.mark.parametrize("text", ["3 4\n5 6\n", "[[3, 4], [5, 6]]", "a,b\n3,4\n5,6"])
+def test_several_axes_from_stdin(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["plan", "-", "--budget", "900", "--unit-bytes", "1", "10", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], len(report["axis_padding"])) == (2, 2)
+    assert report["fill"] == pytest.approx(2 * (5 + 10 * 6) / 900)
+
+
+def test_costs_are_saved_ones_or_bytes_of_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    measured(COST).save("cost.json")
+    packed = PackedCost(unit_bytes=1, fixed_bytes=100)
+    for asked, cost in (
+        (("--cost", "cost.json"), COST),
+        (("--cost", "cost.json", "--packed"), packed),
+        ((*ASKED[2:], "--packed"), packed),
+        (("--unit-bytes", "1"), PaddedCost(unit_bytes=1)),
+    ):
+        assert main(["plan", "sizes.npy", "--budget", "4000", *asked]) == 0
+        assert capsys.readouterr().out == f"{report_of(cost)}\n", asked
+
+
+def test_a_low_fill_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "sizes.npy", *ASKED, "--window", "32", "--min-fill"]
+    assert main([*asked, "0.2"]) == 0
+    capsys.readouterr()
+    assert main([*asked, "0.99"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("micro-batches ")  # the table all the same
+    assert re.fullmatch(r"torchbudget: the fill is \d+\.\d%, below \S+%\n", err)
+    assert main(["plan", "sizes.npy", "--budget", "300", "--unit-bytes", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "samples exceed the budget alone" in err
+
+
+def test_a_reader_that_goes_away() -> None:
+    """A closed pipe is no error: no traceback, and the exit code is the answer's."""
+    command = f"{shlex.join([*COMMAND, 'plan', 'sizes.npy', *ASKED])} | true"
+    shell = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(shell, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_budgets_are_compared_by_the_predicted_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a step's samples and a measured cost; beyond the runs it is extrapolated."""
+    # 1, n, L, n·L, operations, bytes, bytes above the knee
+    seconds = 1e-3, 0.0, 0.0, 1e-5, 0.0, 0.0, 0.0
+    cost = measured(COST, seconds=seconds, room=2500)
+    cost.save("cost.json")
+    asked = ["plan", "sizes.npy", "--cost", "cost.json", "--samples-per-step", "500"]
+    assert main([*asked, "--budget", "1kB", "--budget", "8kB"]) == 0
+    title, low, high = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert title[:2] == ["budget", "seconds"]
+    for row, budget in ((low, 1000), (high, 8000)):
+        report = report_of(cost, budget, samples_per_step=500)
+        assert row[1:3] == [f"{report.epoch_s:,.1f}", f"{report.batches:,}"]
+    assert (low[-1], high[-1]) == (low[4], "extrapolated")
+    for more in (["--min-fill", "0.5"], ["--budget", "9kB", "--json"]):
+        assert main([*asked, "--budget", "8kB", *more]) == 2
+    assert "--min-fill does not go with a plan of least time" in capsys.readouterr().err
+    assert main([*asked[:4], "--budget", "1kB", "--budget", "8kB"]) == 2
+    assert "pass --samples-per-step, and a --cost" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- watch and report
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::torchbudget.errors.MemoryLimitWarning")
+# Python keeps 64 MiB for a while.
+HOLD = [sys.executable, "-c", "kept = bytearray(64 * 2**20); import time; time.sleep(1.5)"]
+# A shell that prints the name of a signal that it gets, and ends with 5.
+NAMES = ("TERM", "INT")
+TRAPS = "; ".join(f"trap 'echo {name}; exit 5' {name}" for name in NAMES)
+WAIT = ["sh", "-c", f"{TRAPS}; echo ready; while :; do sleep 0.1; done"]
+
+
+def test_the_command_runs_as_it_would_alone(folder: Path) -> None:
+    """Its arguments, streams and exit code are its own; the report is on stderr, after."""
+    command = ["sh", "-c", 'echo "$@"; cat; echo mine >&2; sleep 0.6; exit 7', "sh", "--", "-o"]
+    arguments = ("watch", "-o", "run.jsonl", "--", *command)
+    done = run_command(*arguments, folder=folder, stdin="of the user")
+    assert (done.returncode, done.stdout) == (7, "-- -o\nof the user")
+    assert done.stderr.startswith("mine\n")
+    assert "job, resident" in done.stderr
+    assert recorded_runs("run.jsonl")[0].end
+
+
+def test_descendants_are_seen_and_limits_warned_of(folder: Path) -> None:
+    """The peak is that of all processes, whoever started them."""
+    hold = shlex.join(HOLD)
+    asked = ("--host", "60MiB", "--interval", "0.05", "--warn-at", "0.5", "-o", "run.jsonl")
+    command = ("sh", "-c", f"{hold} & {hold} & wait")
+    done = run_command("watch", *asked, "--", *command, folder=folder)
+    assert done.returncode == 0, done.stderr
+    [warned] = re.findall("warning: this job's memory (.*)", done.stderr)  # once
+    assert "budget.host" in warned
+    assert "start fewer workers" in warned
+    peak = recorded_runs("run.jsonl")[0].peak
+    assert peak.resident_bytes > MiB(128)
+    assert peak.worker_peak_bytes is not None
+    assert peak.process_peak_bytes is not None
+    assert peak.worker_peak_bytes > MiB(64) > peak.process_peak_bytes
+    assert main(["report", "run.jsonl", "--check"]) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signals_are_passed_on(name: str, folder: Path) -> None:
+    """The command handles them, and its own exit code counts."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start_command(
+        ["watch", "--", *WAIT], folder=folder, stdin=subprocess.DEVNULL, **pipes
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(getattr(signal, f"SIG{name}"))
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (5, f"{name}\n")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("sh -c 'sleep 0.3; kill -35 $$'", 163, "ended by signal 35, Real-time signal 1"),
+        ("not-a-command-at-all", 127, "cannot run not-a-command-at-all: No such file"),
+        ("./notes.txt", 126, "cannot run ./notes.txt: Permission denied"),
+        ("false", 1, ""),  # too short to be seen, perhaps
+    ],
+)
+def test_exit_codes_are_those_of_a_shell(
+    command: str, code: int, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """128 and the signal's number, which stderr names; handlers of signals are put back."""
+    Path("notes.txt").write_text("no program", "utf-8")
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert main(["watch", "--", *shlex.split(command)]) == code
+    assert told in capfd.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def monitored(budget: str) -> str:
+    """A run of this process with a snapshot and a batch; the report of its monitor."""
+    with MemoryMonitor(budget, path="run.jsonl", device="cpu", warn_at=1) as monitor:
+        with monitor.batch(4, 100):
+            pass
+        monitor.snapshot("after a batch")
+    return str(monitor.report())
+
+
+def test_the_last_run_is_reported_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Budgets that were exceeded, or that nothing was read to compare with, fail the check."""
+    monitored("64GiB")
+    assert main(["report", "run.jsonl", "--check"]) == 0
+    report = monitored("1MiB").splitlines()
+    capsys.readouterr()
+    assert main(["report", "run.jsonl", "--check"]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line for line in lines if line in report] == report
+    assert "1 batches, the largest of " in out
+    assert lines[-1].endswith("rank 0; run 2 of its file")
+    assert err.startswith("torchbudget: device: ")
+    assert err.endswith(" were used of 1 MiB\n")
+    # Of a GPU that was never used nothing is in the file, and shared pages may be left out.
+    for old, new, expected in (
+        ('"name":"device"', '"name":"machine"', "device: no reading can be"),
+        ('"budget":{"device"', '"budget":{"host"', "host: no reading can be"),
+        ('"is_exact":true', '"is_exact":false', "host: shared pages cannot be told apart"),
+    ):
+        Path("run.jsonl").write_text(Path("run.jsonl").read_text().replace(old, new))
+        assert main(["report", "run.jsonl", "--check"]) == 1
+        assert expected in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its records are reported: a real process that watches a real one, both killed."""
+    pytest.importorskip("matplotlib")
+    process = start_command(["watch", "-o", "run.jsonl", "--", "sleep", "60"], folder=folder)
+    while not (Path("run.jsonl").exists() and '"sample"' in Path("run.jsonl").read_text()):
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    os.kill(recorded_runs("run.jsonl")[-1].begin["pid"], signal.SIGKILL)
+    assert main(["report", "run.jsonl", "--figure", "run.svg"]) == 0
+    out = capsys.readouterr().out
+    assert "no end was written: it was killed after " in out
+    assert "job, resident" in out
+    assert Path("run.svg").stat().st_size > 1000

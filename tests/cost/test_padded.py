@@ -1,4 +1,4 @@
-"""`PaddedCost` and `PackedCost`: exact at the boundary, monotone, never wrapped."""
+"""Stated costs: exact at the boundary, monotone, never wrapped; what they refuse; tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support import oracles
 from tests.support.strategies import formulas
-from torchbudget import CostModel, PackedCost, PaddedCost
+from torchbudget import CostModel, MemoryBudgetBatchSampler, PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost
-from torchbudget.errors import CostError
+from torchbudget.errors import CostError, CostOverflowError
+from torchbudget.units import MAX_BYTES
 
 # Coefficients whose sums and products round: thirds, tenths, neighbours of whole numbers.
 adversarial = st.one_of(
@@ -74,7 +75,11 @@ def exact_bytes(cost: Any, n: int, size: Any) -> tuple[int, int]:
 # ---------------------------------------------------------------------- the formula
 
 
+FLOORED = PaddedCost(fixed_bytes=10, unit_bytes=1, floor_bytes=100), 5
+
+
 @given(cost_and_size(), st.integers(0, 10_000))
+@example(FLOORED, 10)
 def test_bytes_are_those_of_the_formula(case: Any, n: int) -> None:
     """A batch costs what the formula says in exact arithmetic, to one byte a sample at the most.
 
@@ -88,21 +93,11 @@ def test_bytes_are_those_of_the_formula(case: Any, n: int) -> None:
     assert abs(int(cost.batch_bytes(n, size)) - expected) <= n * rounds
 
 
-def test_pairs_of_axes() -> None:
-    """Entry (i, j) of `pair_bytes` charges axis i times axis j: either triangle, the diagonal."""
-    upper = PaddedCost(unit_bytes=(1, 0), pair_bytes=((0, 12), (0, 0)))
-    lower = PaddedCost(unit_bytes=(1, 0), pair_bytes=((0, 0), (12, 0)))
-    diagonal = PaddedCost(unit_bytes=(0, 0), pair_bytes=((2, 0), (0, 3)))
-    assert int(upper.item_bytes([5, 7])) == int(lower.item_bytes([5, 7])) == 5 + 12 * 35
-    assert int(diagonal.item_bytes([5, 7])) == 2 * 25 + 3 * 49
-    scalar_zero = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
-    assert PaddedCost(pair_bytes=((0, 1), (0, 0))) == scalar_zero
-
-
 # ---------------------------------------------------------------------- capacity
 
 
 @given(cost_and_size(), st.integers(0, 60), st.integers(-1, 1))
+@example(FLOORED, 0, -1)
 def test_capacity_is_exact_at_the_boundary(case: Any, n: int, off: int) -> None:
     """The capacity is what trying every n finds, with the budget at a batch's bytes ± 1."""
     cost, size = case
@@ -110,13 +105,6 @@ def test_capacity_is_exact_at_the_boundary(case: Any, n: int, off: int) -> None:
     # Samples cost a byte or more, so that beyond n only the floor leaves room for others.
     expected = oracles.capacity(cost, size, budget, most=n + 600)
     assert int(cost.capacity(size, budget)) == expected
-
-
-def test_the_floor() -> None:
-    """Below the floor nothing fits, however small; at it, all that the formula lets in."""
-    cost = PaddedCost(fixed_bytes=10, unit_bytes=1, floor_bytes=100)
-    assert cost.batch_bytes([0, 1, 10, 18, 19], 5).tolist() == [100, 100, 100, 100, 105]
-    assert cost.capacity(5, [0, 99, 100, 104, 105]).tolist() == [0, 0, 18, 18, 19]
 
 
 # ---------------------------------------------------------------------- monotone
@@ -191,3 +179,171 @@ def test_the_protocols() -> None:
     assert not isinstance(VALUES[0], AdditiveCost)
     assert isinstance(VALUES[3], AdditiveCost)
     assert [cost.axes for cost in VALUES] == [1, 1, 2, 1, 3]
+    pairs = ((0, 1), (0, 0))
+    assert PaddedCost(pair_bytes=pairs) == PaddedCost(unit_bytes=(0, 0), pair_bytes=pairs)
+
+
+UNLIMITED = 2**63 - 1
+BOTH = pytest.mark.parametrize("kind", [PaddedCost, PackedCost])
+
+
+# ---------------------------------------------------------------------- the range
+
+
+@given(
+    st.one_of(st.integers(1, 2**53 - 1), st.integers(0, 52).map(lambda power: 2**power)),
+    st.one_of(st.just(0), st.integers(0, 2**53 - 1)),
+    st.integers(-3, 3),
+)
+def test_what_passes_64_bits_is_refused_and_never_wrapped(item: int, fixed: int, off: int) -> None:
+    """Bytes are exact, or refused; they are refused only from 2**63 less what rounding hides."""
+    cost = PaddedCost(fixed_bytes=fixed, sample_bytes=item)
+    n = min(max((2**63 - fixed) // item + off, 0), 2**63 - 1)
+    exact = fixed + n * item
+    if exact >= 2**63:
+        with pytest.raises(CostOverflowError, match=r"2\*\*63"):
+            cost.batch_bytes(n, 1)
+        return
+    try:
+        assert int(cost.batch_bytes(n, 1)) == exact
+    except CostOverflowError:
+        assert exact >= 2**63 - 8192
+
+
+@given(st.integers(1, 2**53 - 1), st.integers(0, 2**53 - 1), st.integers(0, 2**63 - 1))
+def test_capacity_is_exact_up_to_the_last_budget(item: int, fixed: int, budget: int) -> None:
+    """Under budgets up to 2**63 − 1 the capacity is that of whole-number division."""
+    cost = PackedCost(fixed_bytes=fixed, sample_bytes=item)
+    assert int(cost.capacity(1, budget)) == max(budget - fixed, 0) // item
+    assert int(cost.capacity(1, UNLIMITED)) == (UNLIMITED - fixed) // item
+
+
+@BOTH
+def test_a_sample_of_2_to_the_53_bytes_is_refused(kind: Any) -> None:
+    """Past 2**53 floats skip whole bytes: such a sample is refused, one below is exact."""
+    cost = kind(unit_bytes=2**40)
+    assert int(cost.item_bytes(2**13 - 1)) == 2**53 - 2**40
+    for call in (
+        lambda: cost.item_bytes(2**13),
+        lambda: cost.item_bytes([1, 2**13, 1]),
+        lambda: cost.batch_bytes(1, 2**62),
+        lambda: cost.capacity(2**13, 100),
+    ):
+        with pytest.raises(CostOverflowError, match=r"2\*\*53"):
+            call()
+    assert int(kind(sample_bytes=2**53 - 1).item_bytes(0)) == 2**53 - 1
+    with pytest.raises(CostOverflowError):
+        kind(sample_bytes=2**53 - 1, unit_bytes=1).item_bytes(1)
+    with pytest.raises(CostOverflowError):
+        kind(unit_bytes=(1, 1), pair_bytes=((0, 1), (0, 0))).item_bytes([2**30, 2**30])
+
+
+# ---------------------------------------------------------------------- bad coefficients
+
+NAMES = ("fixed_bytes", "sample_bytes", "unit_bytes", "pair_bytes")
+BAD = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, np.True_, "1", None, 1j, 2**53, 1e300]
+
+
+@BOTH
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_a_coefficient_that_is_no_number_of_bytes(kind: Any, name: str, bad: Any) -> None:
+    """Negative, not finite, a bool, no number, or past 2**53: refused by name."""
+    with pytest.raises(CostError, match=name):
+        kind(**({"unit_bytes": 1} | {name: bad}))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"unit_bytes": 0.0},
+        {"unit_bytes": (0, 0)},
+        {"unit_bytes": (0, 0), "pair_bytes": np.zeros((2, 2))},
+    ],
+    ids=str,
+)
+def test_a_batch_must_cost_something(kind: Any, options: Any) -> None:
+    with pytest.raises(CostError, match="a batch must cost something"):
+        kind(**options)
+
+
+@BOTH
+def test_a_sample_must_cost_something(kind: Any) -> None:
+    """A cost that never grows would put a whole data set into one batch; a time may be constant."""
+    with pytest.raises(CostError, match="cost: a sample must cost something"):
+        MemoryBudgetBatchSampler([1, 2], kind(fixed_bytes=5), 10)
+    with pytest.raises(CostError, match=r"limits\[0\]: a sample must cost something"):
+        MemoryBudgetBatchSampler([1, 2], kind(unit_bytes=1), 10, limits=[(kind(fixed_bytes=5), 10)])
+
+
+# ---------------------------------------------------------------------- packed
+
+
+class Tokens:
+    """A user's cost that happens to have what an additive one has."""
+
+    base_bytes = 0
+
+    def item_bytes(self, sizes: Any) -> Any:
+        return np.asarray(sizes, np.int64)
+
+    def batch_bytes(self, n: Any, padded_size: Any) -> Any:
+        return np.asarray(n, np.int64) * self.item_bytes(padded_size)
+
+    def capacity(self, padded_size: Any, budget_bytes: Any) -> Any:
+        return np.asarray(budget_bytes, np.int64) // np.maximum(self.item_bytes(padded_size), 1)
+
+
+class PackedTokens(Tokens, AdditiveCost):
+    """The same, which says that its batches are packed."""
+
+
+def test_only_what_derives_is_packed() -> None:
+    """Two attributes do not make a cost additive; deriving from `AdditiveCost` does."""
+    sizes = [9, 1, 1, 1]
+    padded = MemoryBudgetBatchSampler(sizes, Tokens(), 12, shuffle=False)
+    packed = MemoryBudgetBatchSampler(sizes, PackedTokens(), 12, shuffle=False)
+    assert [len(batch) for batch in padded] == [1, 3]
+    assert [len(batch) for batch in packed] == [4]
+
+
+def test_an_additive_cost_has_both_parts() -> None:
+    class Half(AdditiveCost):
+        base_bytes = 0
+
+    with pytest.raises(TypeError, match="item_bytes"):
+        Half()
+
+
+# ---------------------------------------------------------------------- a table of measured batches
+
+
+tables = st.lists(
+    st.tuples(st.integers(1, 100), st.integers(1, 500), st.integers(1, 10**9)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(tables, st.integers(1, 500), st.integers(0, 10**10))
+def test_a_table_is_exact_and_monotone(rows: Any, size: int, budget: int) -> None:
+    """And predicts nothing for batches that no measured one covers."""
+    n, sizes, peaks = zip(*rows, strict=True)
+    table = TableCost(numbers=n, sizes=tuple((s,) for s in sizes), peak_bytes=peaks)
+    fits = int(table.capacity(size, budget))
+    assert fits == 0 or table.batch_bytes(fits, size) <= budget
+    assert table.batch_bytes(fits + 1, size) > budget
+    covering = [p for m, s, p in rows if m >= 7 and s >= size]
+    assert table.batch_bytes(7, size) == min(covering, default=MAX_BYTES)
+    lengths = np.arange(1, max(sizes) + 9)
+    assert (np.diff(table.batch_bytes(np.arange(1, 200), size) - MAX_BYTES) >= 0).all()
+    assert (np.diff(table.batch_bytes(7, lengths) - MAX_BYTES) >= 0).all()
+
+
+def test_columns_of_one_length() -> None:
+    with pytest.raises(CostError, match="numbers and sizes must be as many as peaks"):
+        TableCost(numbers=(1, 2), sizes=((1,), (2,)), peak_bytes=(10,))
+    with pytest.raises(CostError, match="at least one"):
+        TableCost(numbers=(), sizes=(), peak_bytes=())

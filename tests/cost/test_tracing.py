@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.support.live_bytes import LiveBytes, allocated
 from tests.support.model_classes import CLASSES
-from tests.support.steps import SGD, step_of
+from tests.support.steps import SGD, of_shape, step_of
 from tests.support.training_cases import CASES, ON_A_CARD
 from tests.support.training_cases import Training as Case
 from torchbudget import trace_peak_bytes
@@ -170,13 +170,8 @@ def histories(case: Case) -> list[Any]:
     """Of one shape, another one, and the first again."""
     smallest = np.broadcast_to(case.min_size, np.atleast_1d(case.max_size).shape)
     size = tuple(np.maximum(np.atleast_1d(case.max_size) // 16, smallest).tolist())
-    tracer = Tracer(case.step, lambda shape: made(case, shape), TrainingState(case.step))
+    tracer = Tracer(case.step, partial(of_shape, case.make_batch), TrainingState(case.step))
     return [tracer.concrete((n, *size)).living([(n, *size)]) for n in (3, 5, 3)]
-
-
-def made(case: Case, shape: tuple[int, ...]) -> Any:
-    n, *size = shape
-    return case.make_batch(n, tuple(size) if len(size) > 1 else size[0])
 
 
 FEW = "LSTM", "contrastive", "decoder, checkpoints, autocast", "U-Net"
@@ -261,12 +256,8 @@ FAST = ("decoder, scores kept", "encoder, bfloat16")
 def test_a_trace_for_cuda_is_what_a_card_allocated(name: str) -> None:
     """Of a model on the CPU, to 0.1 %; kernels of graphs and convolutions took up to 0.4 % more."""
     training = CASES[name]()
-
-    def make_batch(shape: tuple[int, ...]) -> Any:
-        return training.make_batch(shape[0], shape[1:] if len(shape) > 2 else shape[1])
-
-    state = TrainingState(training.step)
-    tracer = Tracer(training.step, make_batch, state, target=torch.device("cuda"))
+    state, make = TrainingState(training.step), partial(of_shape, training.make_batch)
+    tracer = Tracer(training.step, make, state, target=torch.device("cuda"))
     for n, size, allocated_mib in ON_A_CARD[name]:
         shape = (n, *size) if isinstance(size, tuple) else (n, size)
         traced = int(tracer.concrete(shape).peaks([shape])[0])

@@ -1,4 +1,4 @@
-"""The memory of processes and of their descendants."""
+"""The memory of processes and of their descendants: pages, shared files, and peaks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from tests.support.memory_groups import skip_on_tmpfs
+from tests.support.memory_groups import SHM, skip_on_tmpfs
 from torchbudget.errors import MachineError
+from torchbudget.machine import process_tree
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import (
+    RESIDENT,
     ProcessTree,
     mapped_data_bytes,
     process_memory,
     process_pages,
     process_tree,
+    untouched_shared_bytes,
 )
 from torchbudget.units import KiB, MiB
 
@@ -151,3 +158,140 @@ def test_a_mapped_data_file_is_told_from_libraries(tmp_path: Path) -> None:
         assert mapped_data_bytes() - data_before == pytest.approx(MiB(64), abs=MiB(0.5))
     assert after.resident_bytes - before.resident_bytes == near(MiB(64))
     assert after.unreclaimable_bytes - before.unreclaimable_bytes == near(0)
+
+
+# ---------------------------------------------------------------------- shared files
+
+
+NEEDS_SHM = pytest.mark.skipif(not SHM.is_dir(), reason="there is no /dev/shm")
+A_FEW = KiB(64)  # semaphores of multiprocessing, which are files there too
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A file of 8 MiB in shared memory, of a name as torch gives it."""
+    file = SHM / f"torch_{os.getpid()}_test"
+    file.write_bytes(bytes(MiB(8)))
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def untouched(*pids: int) -> int:
+    return untouched_shared_bytes([process_memory(pid) for pid in pids or [os.getpid()]])
+
+
+def files(num_bytes: int) -> Any:
+    return pytest.approx(num_bytes, abs=A_FEW)
+
+
+@NEEDS_SHM
+def test_a_file_counts_until_its_pages_are_touched(path: Path) -> None:
+    """By its name; as an open file without one; as a mapped one; then its pages do.
+
+    What is shared and touched elsewhere, as without a file, is told apart.
+    """
+    with mmap.mmap(-1, MiB(16)) as without_file:
+        without_file.write(b"\1" * MiB(16))
+        assert untouched() == files(MiB(8))
+    with path.open("r+b") as file:
+        path.unlink()
+        assert untouched() == files(MiB(8))
+        mapped = mmap.mmap(file.fileno(), 0)
+    assert untouched() == files(MiB(8))
+    sum(mapped[: MiB(4) : mmap.PAGESIZE])
+    assert untouched() == files(MiB(4))
+    job = process_memory().proportional_bytes + untouched()
+    sum(mapped[:: mmap.PAGESIZE])
+    assert untouched() == files(0)
+    assert process_memory().proportional_bytes == pytest.approx(job, abs=MiB(2))
+    mapped.close()
+    assert untouched() == files(0)
+
+
+@NEEDS_SHM
+def test_a_file_that_several_processes_have_open_counts_once(path: Path) -> None:
+    """Files of another process's name do not count."""
+    renamed = path.rename(path.with_name(f"torch_1_{os.getpid()}"))
+    try:
+        assert untouched() == files(0)
+        with renamed.open("rb") as file, subprocess.Popen(["sleep", "60"], stdin=file) as child:
+            assert untouched(child.pid, os.getpid()) == files(MiB(8))
+            child.kill()
+    finally:
+        renamed.unlink()
+
+
+@NEEDS_SHM
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_batches_that_workers_have_sent_count_as_the_jobs(strategy: str) -> None:
+    """All that was prefetched, and what was received but not read, is counted."""
+    before_strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        samples: Any = [torch.ones(MiB(2) // 4)] * 100
+        forked = {"prefetch_factor": 3, "multiprocessing_context": "fork"}
+        batches = iter(DataLoader(samples, batch_size=4, num_workers=2, **forked))
+        received = next(batches)
+        expected = 7 * MiB(8)  # two workers, three batches each, and the received one
+        sent = 0
+        while sent < expected - A_FEW:
+            time.sleep(0.05)
+            sent = untouched_shared_bytes(process_tree())
+        assert sent == files(expected)
+        received.sum()
+        assert untouched_shared_bytes(process_tree()) == files(expected - MiB(8))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before_strategy)
+
+
+# ---------------------------------------------------------------------- peaks
+
+
+NEEDS_RESETS = pytest.mark.skipif(
+    not RESIDENT.reset(), reason="the kernel does not let the high-water mark be reset"
+)
+
+
+def taken_and_freed(num_bytes: int) -> int:
+    """The most that was resident, by reading while the bytes are taken."""
+    taken = bytearray(b"\1") * num_bytes
+    most = process_memory(shares=False).resident_bytes
+    del taken
+    return most
+
+
+@NEEDS_RESETS
+def test_memory_that_is_freed_meanwhile_counts() -> None:
+    """If it was taken inside; what was taken and freed before does not."""
+    before = taken_and_freed(MiB(192)) - MiB(192)
+    with peak_memory("cpu") as peak:
+        taken_and_freed(MiB(64))
+    assert peak.bytes - before == pytest.approx(MiB(64), abs=MiB(16))
+    assert (peak.reserved_bytes, peak.allocated_bytes, peak.retries) == (0, 0, 0)
+
+
+@NEEDS_RESETS
+def test_a_mark_that_cannot_be_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own mark would be that of the whole process."""
+    monkeypatch.setattr(process_tree, "ROOT", Path("/no-such-folder"))
+    assert not RESIDENT.reset()
+    with pytest.raises(MachineError, match="clear_refs is not writable"), peak_memory("cpu"):
+        pass
+
+
+@NEEDS_RESETS
+def test_a_peak_inside_another_leaves_the_outer_one() -> None:
+    """Each context has its own most, though the kernel's one mark is reset meanwhile."""
+    others = len(RESIDENT._open)  # that errors of earlier tests refer to
+    with peak_memory("cpu") as outer:
+        before = taken_and_freed(MiB(96))
+        with peak_memory("cpu") as inner:
+            within = taken_and_freed(MiB(48))
+            with pytest.raises(KeyError), peak_memory("cpu"):
+                raise KeyError
+            # The one that was left keeps no mark.
+            assert len(RESIDENT._open) == others + 2
+        RESIDENT.reset()
+    assert outer.bytes == pytest.approx(before, abs=MiB(4))
+    assert inner.bytes == pytest.approx(within, abs=MiB(4))
+    assert outer.bytes - inner.bytes == pytest.approx(MiB(48), abs=MiB(8))

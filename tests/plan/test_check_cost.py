@@ -1,4 +1,4 @@
-"""Costs of users: what does not compute what it should is refused before the first batch."""
+"""Costs of users: what is refused before the first batch, and fingerprints of what they compute."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.samplers import LENGTHS, TOKENS
+from tests.support.strategies import costs
 from tests.support.streams import Numbered
 from torchbudget import (
     BudgetedIterableDataset,
@@ -19,6 +22,7 @@ from torchbudget import (
 )
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import CostError
+from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 
 SIZES = LENGTHS.tolist()
 
@@ -168,3 +172,41 @@ def test_a_cost_is_asked_with_whole_sizes() -> None:
         assert sampler.report().over_budget == 0
         for batch in sampler:
             assert len(batch) * int(LENGTHS[batch].max()) ** 2 <= budget
+
+
+# ---------------------------------------------------------------------- fingerprints
+
+
+def of_units(unit_bytes: int) -> Users:
+    """A user's cost, whose `repr` names an address."""
+    return Users(
+        lambda n, size: n * size * unit_bytes, lambda size, budget: budget // (size * unit_bytes)
+    )
+
+
+@pytest.mark.parametrize("largest", [1, 50, 4096, 10**6])
+def test_a_cost_is_what_it_computes(largest: int) -> None:
+    """Two objects, and two classes, that compute the same are the same; otherwise they differ."""
+    ours = cost_fingerprint(PaddedCost(unit_bytes=2), largest)
+    assert cost_fingerprint(of_units(2), largest) == ours
+    assert cost_fingerprint(of_units(2), largest) == cost_fingerprint(of_units(2), largest)
+    assert cost_fingerprint(of_units(3), largest) != ours
+    assert cost_fingerprint(PaddedCost(unit_bytes=2, fixed_bytes=1), largest) != ours
+
+
+@given(st.data(), st.integers(1, 3))
+def test_every_cost_has_one(data: Any, axes: int) -> None:
+    """Of any model and number of axes: 32 digits, the same each time."""
+    cost = data.draw(costs(axes))
+    largest = np.full(axes, data.draw(st.integers(1, 10**6))) if axes > 1 else 1000
+    found = cost_fingerprint(cost, largest)
+    assert len(found) == 32
+    assert int(found, 16) >= 0
+    assert found == cost_fingerprint(cost, largest)
+
+
+def test_parts_are_told_apart() -> None:
+    """Where a part ends, its type and its numbers all count; its memory's order does not."""
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint(np.arange(3)) != fingerprint(np.arange(3, dtype=np.int32))
+    assert fingerprint(np.arange(6)[::2]) == fingerprint(np.array([0, 2, 4]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,10 @@ from torch.utils._pytree import tree_leaves
 class Pair(NamedTuple):
     first: Any
     second: Any
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that is no dict, as transformers' `BatchEncoding`."""
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:

@@ -18,8 +18,6 @@ class FakeDevice:
     Attributes:
         now: the figures, which `take` and `free` change.
         cached: bytes of the allocator's that no tensor uses.
-        settings: of the allocator.
-        graphs: bytes of CUDA graphs.
     """
 
     index = 1
@@ -28,9 +26,6 @@ class FakeDevice:
         total = figures.pop("total_bytes", 80 * 2**30)
         self.now = DeviceFigures(total_bytes=total, **{"free_bytes": total} | figures)
         self.allocated = self.now.reserved_bytes
-        self.settings = "expandable segments"
-        self.graphs = 0
-        self.emptied = 0
 
     def set(self, **figures: Any) -> None:
         """Figures from now on."""
@@ -67,7 +62,6 @@ class FakeDevice:
         self.set(peak_reserved_bytes=self.now.reserved_bytes, peak_allocated_bytes=self.allocated)
 
     def empty_cache(self) -> None:
-        self.emptied += 1
         self.load(self.allocated - self.now.reserved_bytes, reserved_bytes=self.allocated)
 
     def set_fraction(self, fraction: float) -> None:
@@ -77,10 +71,10 @@ class FakeDevice:
         return "a device that is not there"
 
     def allocator(self) -> str:
-        return self.settings
+        return "expandable segments"
 
     def graph_bytes(self) -> int:
-        return self.graphs
+        return 0
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, fake: FakeDevice) -> FakeDevice:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from tests.support.training_cases import Recurrent
 from torchbudget import GradAccumulator
 
 LENGTH = 7
@@ -44,17 +45,6 @@ class Convolution(nn.Module):
         return self.outer(self.inner(self.embed(x).transpose(1, 2))).transpose(1, 2)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(CLASSES, 6)
-        self.lstm = nn.LSTM(6, 7, batch_first=True)
-        self.head = nn.Linear(7, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(x))[0])
-
-
 class Tied(nn.Module):
     """One matrix is the embedding and the head."""
 
@@ -79,10 +69,10 @@ class Frozen(Attention):
         self.unused = nn.Linear(3, 3)
 
 
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": Attention,
     "CNN": Convolution,
-    "LSTM": Recurrent,
+    "LSTM": lambda: Recurrent(nn.LSTM, 1, 7, words=CLASSES),
     "tied": Tied,
     "frozen": Frozen,
 }
@@ -166,6 +156,12 @@ def parts_of(data: Data, size: int) -> list[Data]:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["SGD"](model.parameters())
+
+
+def accumulating(name: str = "CNN", **options: Any) -> tuple[GradAccumulator, nn.Module]:
+    """A model's accumulator, and the model."""
+    model = make_model(name)
+    return GradAccumulator(sgd(model), model, **options), model
 
 
 def accumulate(accumulator: GradAccumulator, model: nn.Module, pieces: list[Data]) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,8 +56,3 @@ class Reads(TorchDispatchMode):
         if name in READS or (copied and result.device.type == "cpu"):
             self.names.append(name)
         return result
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Others read a counter of steps that is on the host anyway."""
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -177,12 +177,14 @@ def translator() -> Training:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: Any, layers: int = 2, width: int = 64, **options: Any) -> None:
+    def __init__(
+        self, kind: Any, layers: int = 2, width: int = 64, words: int = VOCABULARY, **options: Any
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(words, width)
         self.rnn = kind(width, width, layers, batch_first=True, **options)
         directions = 2 if self.rnn.bidirectional else 1
-        self.head = nn.Linear(directions * width, VOCABULARY)
+        self.head = nn.Linear(directions * width, words)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.embed(x))[0])

@@ -22,6 +22,7 @@ from tests.support.large_steps import (
     EXACT,
     Data,
     accumulate,
+    accumulating,
     difference,
     large_step,
     loss_sum,
@@ -115,8 +116,7 @@ def test_autocast_is_the_loops_own(is_around: bool) -> None:
 
 def test_measuring_and_warming_up_do_not_count() -> None:
     """A step that accumulates is measured as single steps; the accumulator goes on as before."""
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=3)
+    accumulator, model = accumulating(steps=3)
     accumulate(accumulator, model, [Data.make(4)])
 
     def step(data: Any) -> None:
@@ -174,12 +174,9 @@ def test_a_measured_step_takes_what_the_costliest_micro_batch_does(ends: Any) ->
 
 
 def test_bad_calls() -> None:
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    accumulator, model = accumulating(steps=1)
     with pytest.raises(OptionError, match=r"inside accumulator\.micro_batch"):
         accumulator.backward(torch.zeros(1, requires_grad=True))
-    with pytest.raises(StepError, match=r"no accumulator.backward"), accumulator.micro_batch(1):
-        pass
     with (
         pytest.raises(OptionError, match="inside another"),
         accumulator.micro_batch(1),
@@ -195,6 +192,12 @@ def test_bad_calls() -> None:
     assert not accumulator.stepped
 
 
+class StepsAlone:
+    """It does not say whether steps have several micro-batches."""
+
+    steps = (2, 3)
+
+
 ZERO = torch.zeros(1)
 TWICE = {"optimizer": [torch.optim.SGD([ZERO], lr=0.1) for _ in range(2)]}
 PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([ZERO], lr=0.1))
@@ -203,8 +206,11 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([ZERO], lr=
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"steps": 0}, "steps must be an int of at least 1"),
-        ({"steps": True}, "steps must be an int of at least 1"),
+        *(({"steps": one}, "steps must be an int of at least 1") for one in (0, True)),
+        *(
+            ({"steps": one}, "`steps` and `accumulates`")
+            for one in (0, True, 2.0, "2", StepsAlone())
+        ),
         ({"steps": 2, "samples": 3}, "one of steps, samples and weight"),
         ({"samples": 0.5}, "samples must be an int of at least 1"),
         ({"weight": -1}, "weight must be a positive"),
@@ -243,8 +249,7 @@ def test_a_loss_of_half_precision_carries_its_factor_exactly(
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "3", True, torch.ones(2)])
 def test_bad_weights(weight: Any) -> None:
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulator, model = accumulating(steps=2)
     with pytest.raises(OptionError, match="weight must be"), accumulator.micro_batch(weight=weight):
         pass
     with pytest.raises(OptionError, match="samples"), accumulator.micro_batch(1, samples=weight):
@@ -256,8 +261,7 @@ def test_bad_weights(weight: Any) -> None:
 @pytest.mark.parametrize("loss", [1.5, {"loss": torch.ones(())}, torch.ones(2)])
 def test_losses_that_are_no_scalars(loss: Any) -> None:
     """As of `item()`, or of a model that returns its loss among others."""
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulator, model = accumulating(steps=2)
     with pytest.raises(OptionError, match="a scalar"), accumulator.micro_batch(weight=1):
         accumulator.backward(loss)
     with pytest.raises(OptionError, match="a scalar"):
@@ -307,11 +311,6 @@ class Plan:
         return True
 
 
-def made(**rule: Any) -> tuple[GradAccumulator, nn.Module]:
-    model = make_model("tied")
-    return GradAccumulator(sgd(model), model, **rule), model
-
-
 def taken(accumulator: GradAccumulator, model: nn.Module, number: int, **first: Any) -> list[float]:
     """Weights of the steps among micro-batches of weight 1 and of 4 samples."""
     found = []
@@ -326,7 +325,7 @@ def taken(accumulator: GradAccumulator, model: nn.Module, number: int, **first: 
 @pytest.mark.parametrize("rule", [{"samples": 10}, {"steps": 3}, {"weight": 2.5}])
 def test_steps_of_samples_micro_batches_and_a_weight(rule: dict[str, Any]) -> None:
     """A step ends with the micro-batch that reaches the number; `flush` takes the rest."""
-    accumulator, model = made(**rule)
+    accumulator, model = accumulating("tied", **rule)
     assert taken(accumulator, model, 8) == [3, 3]
     accumulator.flush()
     assert (accumulator.stepped, accumulator.last.weight) == (True, 2)
@@ -338,7 +337,7 @@ def test_steps_of_samples_micro_batches_and_a_weight(rule: dict[str, Any]) -> No
 def test_a_micro_batch_that_is_tried_again_leaves_the_plan_alone(failing: list[int]) -> None:
     """An error of the user's, or memory that runs out, takes no step's number."""
     planned = [4, 1, 5, 2, 3]
-    accumulator, model = made(steps=Plan(planned))
+    accumulator, model = accumulating("tied", steps=Plan(planned))
     found = []
     for number in range(sum(planned)):
         errors: list[type[Exception]] = [MemoryError, KeyError] * (number in failing)
@@ -363,7 +362,7 @@ def test_steps_are_read_anew_in_each_iteration() -> None:
     Where `steps` is another list, the plan of before is dropped, whatever is left of it.
     """
     plan = Plan([4, 3])
-    accumulator, model = made(steps=plan)
+    accumulator, model = accumulating("tied", steps=plan)
     assert taken(accumulator, model, 7, last=True) == [1, 3, 3]
     plan.steps = [2, 3]
     assert taken(accumulator, model, 4) == [2]
@@ -414,15 +413,3 @@ def test_a_weight_does_not_fix_the_shape_of_a_trace(
     for shape in ((1, 9), (1, 200), (2, 5), (7, 256), (300, 64)):
         assert cost.label(*shape) in ("exact", "tested")
         assert cost.traced_bytes(*shape) == trace_peak_bytes(step, make_batch(*shape))
-
-
-class StepsAlone:
-    """It does not say whether steps have several micro-batches."""
-
-    steps = (2, 3)
-
-
-@pytest.mark.parametrize("steps", [0, True, 2.0, "2", StepsAlone()])
-def test_steps_of_something_else_are_refused(steps: Any) -> None:
-    with pytest.raises(OptionError, match="`steps` and `accumulates`"):
-        GradAccumulator(sgd(make_model("CNN")), steps=steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.support.batches import Encoding
 from tests.support.large_steps import difference
 from torchbudget import GradAccumulator, PadCollate, joint_backward, trace_peak_bytes
 from torchbudget.errors import OptionError, StepError
@@ -209,10 +209,6 @@ def test_one_number_for_all_samples() -> None:
     for forward_ in outputs:
         with pytest.raises(OptionError, match=r"same in all .*n: got \{.*\}, \{.*\}\. Return"):
             joint_backward(forward_, parts, contrast)
-
-
-class Encoding(UserDict[str, Any]):
-    """A mapping that is no dict, as transformers' `BatchEncoding`."""
 
 
 class Own:

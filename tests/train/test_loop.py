@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.support.fake_device import FakeDevice, put_in_place
 from tests.support.training_cases import CASES
@@ -172,15 +172,8 @@ def test_tensors_and_a_last_incomplete_step() -> None:
 # ---------------------------------------------------------------------- warming up
 
 
-class Texts(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, sizes: list[int]) -> None:
-        self.texts = [texts(1, size)["x"][0] for size in sizes]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.texts[index]}
+def texts_of(sizes: list[int]) -> Any:
+    return [{"x": texts(1, size)["x"][0]} for size in sizes]
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3), st.booleans())
@@ -205,7 +198,7 @@ def test_they_are_run_and_nothing_changes() -> None:
     """Three real steps, on the epoch's own batches; the model and the sampler stay as they are."""
     training = CASES["encoder, fused attention"]()
     sizes = np.random.default_rng(0).integers(4, 200, 100).tolist()
-    data = Texts(sizes)
+    data = texts_of(sizes)
     sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 1000)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=PadCollate())
     numbers: list[int] = []  # anything else would be put back
@@ -236,7 +229,7 @@ def test_what_was_reserved_before_is_in_no_peak(monkeypatch: pytest.MonkeyPatch)
     training = CASES["encoder, fused attention"]()
     sizes = [4, 8, 16] * 9
     sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 64)
-    loader = DataLoader(Texts(sizes), batch_sampler=sampler, collate_fn=PadCollate())
+    loader = DataLoader(texts_of(sizes), batch_sampler=sampler, collate_fn=PadCollate())
 
     def step(batch: PaddedBatch) -> None:
         device.take(2**30)

@@ -16,6 +16,7 @@ from tests.support.large_steps import (
     EXACT,
     Data,
     accumulate,
+    accumulating,
     difference,
     large_step,
     loss_sum,
@@ -33,23 +34,12 @@ from torchbudget.errors import (
 )
 
 
-def test_flush_forgotten_at_the_end() -> None:
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=3)
-    accumulate(accumulator, model, [Data.make(4)])
-    alive = [accumulator]
-    del accumulator
-    with pytest.warns(ForgottenStepWarning, match="1 micro-batches that no step has applied"):
-        alive.clear()
-
-
 def test_flush_forgotten_between_epochs() -> None:
     data = Data.make(20)
     sampler = MemoryBudgetBatchSampler(
         np.full(20, 7), PaddedCost(unit_bytes=1), 28, samples_per_step=10
     )
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    accumulator, model = accumulating(steps=sampler)
     accumulate(accumulator, model, [data[next(iter(sampler))]])
     with pytest.warns(ForgottenStepWarning, match="earlier epoch"):
         accumulate(accumulator, model, [data[next(iter(sampler))]])

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and scaler of a step do what a loop by hand does."""
+"""Optimizers, schedulers and scalers do what a loop by hand does; the memory that they take."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.support.large_steps import (
     EXACT,
     Data,
+    accumulating,
     difference,
     large_step,
     loss_sum,
@@ -22,7 +23,7 @@ from tests.support.large_steps import (
     parts_of,
     sgd,
 )
-from torchbudget import GradAccumulator, fit
+from torchbudget import GradAccumulator, fit, memory_summary
 from torchbudget.errors import ForeignStepWarning, OptionError
 
 
@@ -153,8 +154,7 @@ def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
 
     Also where the training goes on after steps of another run.
     """
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model)
+    accumulator, model = accumulating()
     accumulator.load_state_dict({**accumulator.state_dict(), "steps": steps})
     for parameter in model.parameters():
         inner = torch.optim.SGD([parameter], lr=0.1)
@@ -166,3 +166,50 @@ def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
         accumulator.micro_batch(data.weight),
     ):
         accumulator.backward(loss_sum(model, data))
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def after_a_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_every_tensor_counts_once() -> None:
+    """Parameters, frozen ones, buffers, shared ones, half precision and two moments."""
+    embed = nn.Embedding(10, 4)
+    head = nn.Linear(4, 10, bias=False)
+    head.weight = embed.weight
+    frozen = nn.Linear(4, 4).requires_grad_(False).half()
+    model = nn.Sequential(embed, nn.BatchNorm1d(4), frozen, head)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    assert memory_summary(model, optimizer).total.optimizer_bytes == 0
+    summary = memory_summary(model, after_a_step(optimizer))
+    assert [one.name for one in summary.modules] == ["0", "1", "2"]
+    total = summary.total
+    assert (total.parameters, total.learnable) == (40 + 8 + 20, 48)
+    assert total.weight_bytes == 4 * 48 + 2 * 20 + (4 * 8 + 8)
+    assert total.gradient_bytes == 4 * 48
+    assert total.optimizer_bytes == 2 * 4 * 48 + 2 * 4 + 4  # and a count for each of three
+    lines = str(summary).splitlines()
+    assert len(lines) == 1 + 3 + 1
+    assert lines[-1].split()[:4] == ["total", "Sequential", "68", "48"]
+
+
+def test_memory_that_tensors_share_counts_once() -> None:
+    """Two parameters in one storage, a buffer that is expanded, and a view of another buffer."""
+    flat = torch.zeros(30)
+    one, two = nn.Module(), nn.Module()
+    one.weight, two.weight = nn.Parameter(flat[:10]), nn.Parameter(flat[10:])
+    one.register_buffer("mask", torch.zeros(1).expand(1000, 1000))
+    two.register_buffer("positions", torch.arange(100))
+    two.register_buffer("first", two.positions[:10])
+    optimizer = torch.optim.SGD([one.weight, two.weight], lr=0.1, momentum=0.9)
+    summary = memory_summary(nn.ModuleList([one, two]), after_a_step(optimizer))
+    assert [one.weight_bytes for one in summary.modules] == [4 * 30 + 4, 8 * 100]
+    assert summary.total.parameters == 30
+    assert summary.total.gradient_bytes == 4 * 30
+    assert summary.total.optimizer_bytes == 4 * 30

@@ -386,21 +386,20 @@ def test_no_batch_is_kept() -> None:
         (lambda b: {"rows": b.data, "name": "x"}, "got a str"),
         (lambda _: None, "got a NoneType"),
         (lambda _: [], "got a NoneType"),
+        *((n, f"must return 3 outputs, got {n}") for n in (0, 2, 4)),
     ],
 )
 def test_outputs_that_are_no_rows(outputs: Any, match: str) -> None:
+    """Or another number of outputs, of a function that splits them."""
+    model, split = (outputs, None) if callable(outputs) else (Encoder(), lambda *_: [0] * outputs)
     where = r"batch 0, of 3 planned samples, first indices \[2, 1, 0\]: "
     with pytest.raises(OptionError, match=where + ".*" + match):
-        predict(outputs, loader_of([3, 4, 5]))
+        predict(model, loader_of([3, 4, 5]), split_outputs=split)
 
+
+def test_outputs_are_gathered_somewhere() -> None:
     with pytest.raises(OptionError, match="gather must be 'all' or 'first', got 'last'"):
         predict(Encoder(), loader_of(), gather="last")
-
-
-@pytest.mark.parametrize("number", [0, 2, 4])
-def test_another_number_of_outputs(number: int) -> None:
-    with pytest.raises(OptionError, match=rf"batch 0, of 3 .* must return 3 outputs, got {number}"):
-        predict(Encoder(), loader_of([3, 4, 5]), split_outputs=lambda *_: [None] * number)
 
 
 # ---------------------------------------------------------------------- ranks

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import UserDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.support.batches import Encoding, Pair
 from tests.support.costs import measured
 from tests.support.large_steps import (
     EXACT,
     Data,
     accumulate,
+    accumulating,
     difference,
     large_step,
     loss_sum,
@@ -337,8 +338,7 @@ def test_sparse_gradients_that_are_clipped() -> None:
 
 def test_a_second_micro_batch_in_run_or_split() -> None:
     """The message says so; the first one counts, with its gradients and its weight."""
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=4)
+    accumulator, model = accumulating(steps=4)
 
     def twice(x: Tensor) -> None:
         accumulate(accumulator, model, [Data.make(2), Data.make(2)])
@@ -353,15 +353,6 @@ def test_a_second_micro_batch_in_run_or_split() -> None:
 # ---------------------------------------------------------------------- batches
 
 
-class Pair(NamedTuple):
-    x: Tensor
-    rest: Any
-
-
-class Encoding(UserDict[str, Any]):
-    """A mapping that is no dict, as transformers' `BatchEncoding`."""
-
-
 def nested(n: int) -> Any:
     """N samples in nested containers, with a `None`."""
     x = torch.arange(n)
@@ -370,9 +361,9 @@ def nested(n: int) -> Any:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    rest = batch["pair"].rest
+    rest = batch["pair"].second
     assert rest["y"][1] is None
-    return [batch["pair"].x, rest["y"][0], rest["z"]["x"], batch["x"]]
+    return [batch["pair"].first, rest["y"][0], rest["z"]["x"], batch["x"]]
 
 
 @given(st.integers(2, 9))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.large_steps import Data, loss_sum, make_model
-from tests.support.reads import Reads, sgd
+from tests.support.large_steps import Data, accumulating, loss_sum, make_model, sgd
+from tests.support.reads import Reads
 from torchbudget import GradAccumulator, evaluate, fit
 from torchbudget.train import step as step_module
 from torchbudget.train.step import Step
@@ -35,8 +35,7 @@ def test_nothing_is_read_until_it_is_asked_for(case: str, splits: bool) -> None:
 
     Nor does `run_or_split` read anything of what it may have to restore.
     """
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=3, **OPTIONS[case])
+    accumulator, model = accumulating(steps=3, **OPTIONS[case])
 
     def train(part: tuple[Tensor, ...]) -> None:
         with accumulator.micro_batch(weight):
@@ -109,8 +108,7 @@ def test_weights_on_a_device_that_are_needed_sooner(
 ) -> None:
     """Where the loss is multiplied by them, or they end steps: one read for each micro-batch."""
     monkeypatch.setattr(step_module, "waits", lambda _: True)
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, **options)
+    accumulator, model = accumulating(**options)
     for seed in range(4):
         data = Data.make(4, seed)
         number = data.weight
