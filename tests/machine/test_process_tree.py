@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from tests.support.memory_groups import SHM, skip_on_tmpfs
 from torchbudget.errors import MachineError
-from torchbudget.machine import process_tree
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import (
     RESIDENT,
@@ -273,7 +272,7 @@ def test_memory_that_is_freed_meanwhile_counts() -> None:
 @NEEDS_RESETS
 def test_a_mark_that_cannot_be_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own mark would be that of the whole process."""
-    monkeypatch.setattr(process_tree, "ROOT", Path("/no-such-folder"))
+    monkeypatch.setattr("torchbudget.machine.process_tree.ROOT", Path("/no-such-folder"))
     assert not RESIDENT.reset()
     with pytest.raises(MachineError, match="clear_refs is not writable"), peak_memory("cpu"):
         pass
