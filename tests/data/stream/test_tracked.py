@@ -25,7 +25,7 @@ from tests.support.streams import (
     tracked_loop,
 )
 from torchbudget import BudgetedIterableDataset
-from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.errors import OptionError, StateError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -148,12 +148,6 @@ def test_the_report_of_what_came(workers: int) -> None:
     assert (report.samples, report.elements) == (len(SIZES), elements)
     assert report.padding == pytest.approx(1 - sum(SIZES) / elements)
     assert report.fill == pytest.approx(elements / 60 / len(batches))
-
-
-def test_another_number_of_workers() -> None:
-    _, stream = begun_at(1)
-    with pytest.raises(StateMismatchError, match="num_workers=2"):
-        list(loader_of(stream, 3))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own

@@ -16,7 +16,7 @@ from tests.support.streams import (
     tracked_loop,
     workers_of,
 )
-from torchbudget.errors import StateError, StateMismatchError
+from torchbudget.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -89,16 +89,6 @@ def test_what_workers_have_ended_is_not_guessed(chosen: bool) -> None:
     assert list(loader_of(stream, 2)) != first
     stream.set_epoch(0)
     assert list(loader_of(stream, 2)) == first
-
-
-def test_other_workers_go_on_only_where_they_can() -> None:
-    """Where one process has read all of the source alone; else another number is refused."""
-    [whole] = epochs_of(make(batches_per_epoch=24), 0, 1, tracked=False)
-    stream = make(batches_per_epoch=12)
-    assert [*tracked_loop(stream, 1), *tracked_loop(stream, 0)] == whole
-    list(tracked_loop(stream := make(batches_per_epoch=12), 3))
-    with pytest.raises(StateMismatchError, match="num_workers=3"):
-        list(tracked_loop(stream, 2))
 
 
 def test_fewer_batches_are_left_than_workers() -> None:
