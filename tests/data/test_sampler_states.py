@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 from collections import Counter
 from functools import partial
 from itertools import islice
@@ -179,20 +178,3 @@ def test_a_state_within_a_window_is_small(case: str) -> None:
 
 
 # ---------------------------------------------------------------------- copies
-
-
-@pytest.mark.parametrize("drawn", [0, 3, 10**6], ids=["fresh", "in mid-epoch", "after an epoch"])
-def test_a_sampler_is_copied(drawn: int) -> None:
-    """A copy draws what the next loop of the original would, and its loops are its own."""
-    sampler, fresh = sampler_of(), sampler_of()
-    batches = iter(sampler)
-    begun, state = list(islice(batches, drawn)), sampler.state_dict()
-    copies = [pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler), copy.copy(sampler)]  # noqa: S301
-    fresh.set_epoch(sampler.epoch)
-    expected = list(fresh)
-    for twin in copies:
-        assert len(twin) == len(expected)
-        assert list(twin) == expected
-        assert twin.epoch == sampler.epoch + 1
-    assert sampler.state_dict() == state
-    assert begun + list(batches) == list(sampler_of())

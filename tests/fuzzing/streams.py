@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from tests.fuzzing.faults import FUSE, Fault, Killed, drawn
@@ -49,8 +50,14 @@ def thrice(sample: Any) -> list[Any]:
 def shrunk(sample: Any) -> Any:
     """Of a random size below its own, drawn in any of the ways."""
     number, size = sample
-    shares = transforms.rng().random(), random.random()
-    return number, (np.asarray(size) * shares[number % 2]).astype(int).tolist()
+    shares = transforms.rng().random(), random.random(), np.random.random(), float(torch.rand(()))
+    return number, (np.asarray(size) * shares[number % 4]).astype(int).tolist()
+
+
+def disturb(chance: random.Random) -> None:
+    """Other numbers from the global generators, as other ranks and loops draw them."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(chance.randrange(2**30))
 
 
 def broken(sample: Any) -> Any:
@@ -154,6 +161,7 @@ class StreamCase:
         **rules: Any,
     ) -> Any:
         """One process of a rank: the stream itself where the rank has no other."""
+        disturb(self.chance)
         functions = [TRANSFORMS[name][0] for name in self.names]
         functions += [fused] * (fuse == "transform")
         source, ranks = source_of(self.kind, self.sizes, self.cuts), ranks or self.ranks
@@ -311,6 +319,7 @@ def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counte
                 if chance.random() < share:
                     state, done = process.state_dict(), taken
                     assert len(json.dumps(state)) < small, "a large state"
+                disturb(chance)
             assert taken == len(whole), "the rest is too short"
             done = taken
     return told

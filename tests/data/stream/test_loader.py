@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.resuming import as_pickle, check_every_stop
+from tests.support.resuming import as_pickle
 from tests.support.streams import (
     TOKENS,
     Numbered,
@@ -65,20 +65,6 @@ def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     stream.set_epoch(1)
     assert list(loader) == epochs[1]
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"look_ahead": 6000}, {"batches_per_epoch": 90}])
-def test_a_stateful_loader_goes_on_at_every_batch(workers: int, options: Any) -> None:
-    """The rest equals the rest."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def loader() -> Any:
-        return stateful(make(**options), batch_size=None, num_workers=workers)
-
-    whole = check_every_stop(loader, file=as_pickle, every=13 if workers else 2)
-    assert len(whole) > 50
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own

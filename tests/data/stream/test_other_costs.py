@@ -24,7 +24,6 @@ from torchbudget import BudgetedIterableDataset, PackedCost, PaddedCost, transfo
 from torchbudget.errors import UnevenRanksError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-GROUPS = {"group": lambda sample: sample[0] % 3}
 OTHERS: dict[str, Any] = {
     "a measured cost": (PaddedCost(unit_bytes=1, sample_bytes=7, fixed_bytes=31), {}),
     "less": (TOKENS, {"budget": 120}),
@@ -64,13 +63,11 @@ def test_a_tracked_loop_goes_on_under_another_cost(kind: str, workers: int) -> N
         assert [*tracked_loop(again, workers)] == [*came[done:], *rest]
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("options", [{}, {"look_ahead": 4000}, {"drop_last": True}, GROUPS])
+@pytest.mark.parametrize("other", ["of a predicate", "shapes"])
+@pytest.mark.parametrize("options", [{}, {"look_ahead": 4000}, {"drop_last": True}])
 def test_ranks_go_on_under_any_other_cut(other: str, options: dict[str, Any]) -> None:
     """Every sample once, on equal numbers of batches; of one predicate the same goes on."""
     ranks = {"num_replicas": 2, "window": 30} | options
-    if options is GROUPS and other in ("of a predicate", "shapes"):
-        return  # they take no groups
     for done in (1, 5, 11, 17):
         came, rest = [], []
         for rank in range(2):

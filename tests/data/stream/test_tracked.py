@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.resuming import as_json, check_every_stop, in_parts
+from tests.support.resuming import as_json, check_every_stop
 from tests.support.streams import (
-    KINDS,
     SIZES,
     TOKENS,
     Numbered,
@@ -25,7 +24,7 @@ from tests.support.streams import (
     tracked_loop,
 )
 from torchbudget import BudgetedIterableDataset
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -35,25 +34,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 def tensor_of(sample: Any) -> Any:
     return torch.ones(sample[1])
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
-    """The rest equals the rest, in its order, and again from a state within the rest."""
-    loop, every = partial(tracked_loop, workers=workers), 17 if workers else 8
-    whole = check_every_stop(partial(make, kind), loop=loop, every=every)
-    assert whole == list(loader_of(make(kind), workers))
-    for done in range(1, len(whole) - 3, 2 * every):
-        assert in_parts(partial(make, kind), [done, 3], loop=loop) == whole
-
-
-@pytest.mark.parametrize("done", [1, 4])
-def test_it_goes_on_out_of_order(done: int) -> None:
-    """Every sample once, though the order of batches is unknown."""
-    loop = partial(tracked_loop, workers=2, in_order=False)
-    found = in_parts(make, [done], loop=loop)
-    assert sorted(chain.from_iterable(found)) == sorted(chain.from_iterable(loop(make())))
 
 
 def test_whole_windows_go_on_on_other_ranks() -> None:
@@ -120,20 +100,6 @@ def test_a_stream_that_changes_its_batches(workers: int) -> None:
 # ---------------------------------------------------------------------- what cannot be known
 
 
-def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
-    """A state without the loop's count would begin the epoch again, or skip what was read ahead."""
-    stream = make()
-    batches = iter(loader_of(stream, 2))
-    next(batches)
-    with pytest.raises(StateError, match=r"tracked\(loader\).*StatefulDataLoader"):
-        stream.state_dict()
-    list(batches)
-    with pytest.raises(StateError, match="tracked"):
-        stream.state_dict()
-    stream.set_epoch(1)
-    assert stream.state_dict()["epoch"] == 1
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_report_of_what_came(workers: int) -> None:
     """Of the last tracked loop, also while it is open."""
@@ -150,28 +116,4 @@ def test_the_report_of_what_came(workers: int) -> None:
     assert report.fill == pytest.approx(elements / 60 / len(batches))
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-def test_other_loaders() -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    stream = make()
-    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
-        stream.tracked(loader_of(make(), 2))
-    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
-        stream.tracked(DataLoader(stream))
-    with pytest.raises(OptionError, match="saves its position itself"):
-        stream.tracked(stateful(stream, batch_size=None))
-
-
 # ---------------------------------------------------------------------- windows
-
-
-@pytest.mark.parametrize("taken", [1, 3, None])
-def test_another_loop_over_workers_that_persist(taken: int | None) -> None:
-    """It takes the batches of the tracked one, which would be over without a word."""
-    stream = make()
-    loader = loader_of(stream, 2, persistent_workers=True)
-    batches = stream.tracked(loader)
-    next(batches)
-    assert list(islice(loader, taken))
-    with pytest.raises(StateError, match="a loader of its own"):
-        list(batches)

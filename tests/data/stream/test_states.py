@@ -1,7 +1,8 @@
-"""States that mean other samples than this stream's, and what is no state."""
+"""States of streams: of other samples than this one has, malformed, and of many workers."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from itertools import islice
@@ -12,6 +13,7 @@ import pytest
 from tests.support.streams import (
     SIZES,
     TOKENS,
+    OneProcess,
     begun_at,
     loader_of,
     make,
@@ -22,6 +24,7 @@ from tests.support.streams import (
     workers_of,
 )
 from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget.data.stream.cursor import StreamState, WorkerSlot
 from torchbudget.errors import StateError, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -152,3 +155,22 @@ def test_malformed_states(broken: dict[str, Any]) -> None:
     with pytest.raises(StateError, match="state_dict"):
         stream.load_state_dict({"version": 9})
     assert list(stream) == whole[3:]
+
+
+def test_a_state_of_many_workers_is_small() -> None:
+    """What all of them have in common is saved once: 100 bytes a worker, and a bit a sample."""
+    shards = [[str(n) for n in range(64)] for _ in range(64)]
+    stream = BudgetedIterableDataset(shards, TOKENS, 20, size=len, window=32)
+    slots = [WorkerSlot(worker=n, workers=32, rank=0, ranks=1) for n in range(32)]
+    cursors = []
+    for slot in slots:
+        reader = iter(OneProcess(stream, slot))
+        list(islice(reader, 11))
+        cursors.append(reader.cursor)
+        assert cursors[-1].rounds
+    dealing = stream._options.dealing(slots[0])
+    plain = StreamState(cursors=cursors, dealing=dealing, turn=3).to_plain(seeks=False)
+    assert len(json.dumps(plain)) <= 700 + 32 * (100 + 32 // 8)
+    found = StreamState.of_plain(json.loads(json.dumps(plain)))
+    assert (found.turn, [at[:-1] for at in found.cursors]) == (3, [at[:-1] for at in cursors])
+    assert found.to_plain(seeks=False) == plain
