@@ -75,20 +75,8 @@ def nodes() -> Any:
     return torchdata.Loader(torchdata.IterableWrapper(ROOM))
 
 
-def hugging_face(kind: str) -> Any:
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"x": ROOM}).to_iterable_dataset(num_shards=3)
-    if kind == "shuffled":
-        return data.shuffle(seed=0, buffer_size=9)
-    if kind == "filtered":
-        return data.filter(lambda row: row["x"][0] % 5 > 0)
-    other = datasets.Dataset.from_dict({"x": ROOM[:20]}).to_iterable_dataset(num_shards=2)
-    return datasets.interleave_datasets([data, other])
-
-
 SOURCES: dict[str, Any] = {
     "constant": Constant, "ignoring": Ignoring, "late": Late, "alike": Alike, "nodes": nodes,
-    **{kind: partial(hugging_face, kind) for kind in ("shuffled", "filtered", "interleaved")},
 }  # fmt: skip
 
 
@@ -97,10 +85,9 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_state_is_believed_only_if_it_is_right(name: str, workers: int) -> None:
     """From any batch the rest is the rest, by the source's state or by skipping through it."""
-    size = "x" if name in ("shuffled", "filtered", "interleaved") else len
 
     def make() -> BudgetedIterableDataset:
-        options = {"size": size, "window": 16, "look_ahead": 9000, "collate_fn": same}
+        options = {"size": len, "window": 16, "look_ahead": 9000, "collate_fn": same}
         return BudgetedIterableDataset(SOURCES[name](), TOKENS, 60, **options)
 
     loop = partial(tracked_loop, workers=workers)
