@@ -54,12 +54,6 @@ def shrunk(sample: Any) -> Any:
     return number, (np.asarray(size) * shares[number % 4]).astype(int).tolist()
 
 
-def disturb(chance: random.Random) -> None:
-    """Other numbers from the global generators, as other ranks and loops draw them."""
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(chance.randrange(2**30))
-
-
 def broken(sample: Any) -> Any:
     """It fails where the sample's number says so."""
     if sample[0] % 7 == 3:
@@ -161,7 +155,6 @@ class StreamCase:
         **rules: Any,
     ) -> Any:
         """One process of a rank: the stream itself where the rank has no other."""
-        disturb(self.chance)
         functions = [TRANSFORMS[name][0] for name in self.names]
         functions += [fused] * (fuse == "transform")
         source, ranks = source_of(self.kind, self.sizes, self.cuts), ranks or self.ranks
@@ -319,7 +312,6 @@ def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counte
                 if chance.random() < share:
                     state, done = process.state_dict(), taken
                     assert len(json.dumps(state)) < small, "a large state"
-                disturb(chance)
             assert taken == len(whole), "the rest is too short"
             done = taken
     return told

@@ -90,12 +90,6 @@ def test_a_bad_sample_is_named(wrap, position, key, bad):
         sizes_of(wrap(samples), key, progress=False)
 
 
-def test_a_bool_among_the_ints_of_an_axis_is_named():
-    for samples in ([3, True], [torch.tensor(True), 7], [2.0, 3], [(2, 3), (2, True)]):
-        with pytest.raises(SizesError, match=r"sample [01]\b"):
-            sizes_of(samples, lambda sample: sample, progress=False)
-
-
 @pytest.mark.parametrize("key", [1.5, True, (), ("a", None), ("a", 1.5), (len,), ["a"], {"a": 1}])
 def test_another_kind_of_key_is_refused(key):
     with pytest.raises(OptionError, match="key"):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset
 
 from tests.support.map_datasets import WHY, Samples, of
 from tests.support.map_datasets import example as rows_of
+from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import SizeDataset, sizes_of
 from torchbudget.errors import SizesError
 
@@ -108,3 +112,41 @@ def test_subclasses_and_wrappers_are_read_as_they_say():
         with pytest.raises(SizesError, match=r"cannot be read: KeyError|same sample at index 0"):
             of(columns, "raw")
     assert of(frame["raw"].tolist()).tolist() == [3, 2]
+
+
+counts = st.one_of(st.integers(0, 5), st.integers(0, 2**63 - 1))
+any_sizes = st.one_of(
+    counts,
+    counts.map(np.int64),
+    counts.map(torch.tensor),
+    st.integers(-2, 2),
+    st.integers(2**63, 2**65),
+    st.booleans(),
+    st.booleans().map(np.bool_),
+    st.booleans().map(torch.tensor),
+    st.floats(0, 9),
+    st.tuples(counts, counts | st.booleans()),
+    st.none(),
+)
+
+
+def given_size(sample: Any) -> Any:
+    return sample
+
+
+@given(st.one_of(st.lists(any_sizes, min_size=1, max_size=6), st.lists(counts, min_size=1)))
+@example([3, True])
+@example([torch.tensor(True), 7])
+@example([2.0, 3])
+@example([(2, 3), (2, True)])
+def test_sizes_of_many_samples_are_those_of_each(samples: list[Any]) -> None:
+    """A sample has the same size alone and among others; or it is an error."""
+    try:
+        each = np.array([size_of(one, given_size, 0) for one in samples], np.int64)
+    except (SizesError, ValueError):  # of other axes than those before it
+        with pytest.raises(SizesError):
+            sizes_of_all(samples, given_size, 0)
+    else:
+        found = sizes_of_all(samples, given_size, 0)
+        assert found.dtype == np.int64
+        np.testing.assert_array_equal(found, each)

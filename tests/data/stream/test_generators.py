@@ -40,12 +40,52 @@ def crop(draw: str, sample: Any) -> Any:
     return number, 1 + int(DRAWS[draw]() * (size - 1))
 
 
+def twice(draw: str, sample: Any) -> list[Any]:
+    return [crop(draw, sample), crop(draw, sample)]
+
+
+def half(draw: str, sample: Any) -> bool:
+    return bool(DRAWS[draw]() < 0.5)
+
+
+KINDS = {
+    "crop": lambda draw: partial(crop, draw),
+    "expand": lambda draw: transforms.expand(partial(twice, draw)),
+    "drop": lambda draw: transforms.keep_if(partial(half, draw)),
+}
+
+
 def stream_of(transform: Any, source: Any = None, **options: Any) -> BudgetedIterableDataset:
     options = {"size": size_of, "window": 64, "collate_fn": same} | options
     source = Numbered(SIZES) if source is None else source
     return BudgetedIterableDataset(
         source, TOKENS, 300, transforms=[transform] if transform else [], **options
     )
+
+
+@pytest.mark.parametrize("look_ahead", [None, 40_000])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_ranks_see_the_same_samples(draw: str, kind: str, look_ahead: int | None) -> None:
+    """Whatever their global generators stood at, and drew in between."""
+    transform = KINDS[kind](draw)
+    make = partial(stream_of, transform, num_replicas=2, rank=0, window=50, look_ahead=look_ahead)
+    found: list[list[Any]] = []
+    for rank in processes_of(make, 2):
+        for worker in rank:
+            random.seed(len(found))
+            torch.manual_seed(len(found))
+            np.random.seed(len(found))
+            found.append([])
+            for batch in worker:
+                found[-1].append(batch)
+                for other in DRAWS.values():
+                    if other is not DRAWS["rng"]:
+                        other()
+    alone = list(stream_of(transform, window=50, look_ahead=look_ahead))
+    together = [batch for worker in found for batch in worker]
+    assert sorted(s for batch in together for s in batch) == sorted(s for b in alone for s in b)
+    assert len({len(worker) for worker in found[::2]}) == 1
 
 
 @pytest.mark.parametrize("source", [None, "map"])

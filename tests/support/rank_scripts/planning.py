@@ -127,6 +127,7 @@ def compare() -> Any:
     parts: Any = {"look_ahead": 30_000, "max_batch_size": 1}
     roomy = MemoryBudget(device=2000, host=10**9)
     shards = [list(texts(LENGTHS[n::4])) for n in range(4)]
+    twice, loop = planned(window=64 + rank), streamed(shards)
     # What is said on each rank; nothing where the ranks share all samples.
     other_workers = "the number of workers (at least 1): 1 on rank 0, 2 on rank 1"
     cases: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -194,7 +195,6 @@ def compare() -> Any:
         ),
         "as before on one": (other_workers, lambda: tracked(loop, workers=1 + rank)),
     }
-    twice, loop = planned(window=64 + rank), streamed(shards)
     compared = {name: (told, outcome(case)) for name, (told, case) in cases.items()}
     outcomes = {
         "by hand": outcome(lambda: planned(budget=less, num_replicas=1, rank=0)),
