@@ -18,7 +18,6 @@ import torch
 from tests.support.samplers import LENGTHS, TOKENS, sampler_of
 from torchbudget import (
     MemoryBudget,
-    MemoryBudgetBatchSampler,
     PackedCost,
     PaddedCost,
     TorchBudgetError,
@@ -261,16 +260,3 @@ def test_a_million_samples_cost_no_memory() -> None:
     assert len(json.dumps(state)) < 3000
     assert sum(map(len, sampler)) == 10**6
     assert len(sampler) > 10**6 * 100 // 16_384
-
-
-@pytest.mark.parametrize(("kind", "multiple"), [(PaddedCost, 8), (PackedCost, 1), (PackedCost, 8)])
-def test_predicted_bytes_are_those_of_the_cost(kind: Any, multiple: int) -> None:
-    """Of every batch, in whatever order its indices are: the longest sample may be any of them."""
-    sizes = np.random.default_rng(0).integers(1, 60, 300)
-    cost = kind(fixed_bytes=100, sample_bytes=3, unit_bytes=5)
-    sampler = MemoryBudgetBatchSampler(sizes, cost, 3000, size_multiple=multiple)
-    for batch in sampler:
-        padded = -(-sizes[batch] // multiple) * multiple
-        each = len(batch) * padded.max() if kind is PaddedCost else padded.sum()
-        expected = 100 + 3 * len(batch) + 5 * int(each)
-        assert sampler.batch_bytes(batch) == sampler.batch_bytes(batch[::-1]) == expected

@@ -10,19 +10,7 @@ import pytest
 import torch
 
 from tests.support.samplers import counted, sampler_of
-from torchbudget.errors import DiscardedStateWarning, OptionError
-
-
-def test_epochs_follow_each_other() -> None:
-    """An epoch that was drawn to its end is followed by the next one, of another order."""
-    sampler = sampler_of()
-    epochs = [list(sampler) for _ in range(3)]
-    assert sampler.epoch == 3
-    assert epochs[0] != epochs[1] != epochs[2]
-    for number, expected in enumerate(epochs):
-        fresh = sampler_of()
-        fresh.set_epoch(number)
-        assert list(fresh) == expected
+from torchbudget.errors import OptionError
 
 
 def test_taking_exactly_len_batches_is_drawing_to_the_end() -> None:
@@ -32,16 +20,6 @@ def test_taking_exactly_len_batches_is_drawing_to_the_end() -> None:
     assert list(islice(sampler, len(sampler))) == list(sampler_of())
     assert sampler.epoch == 1
     assert list(sampler) == list(expected)
-
-
-def test_a_loop_that_is_broken_off_starts_its_epoch_over() -> None:
-    """Where nothing tracks it, also with epochs of a given length."""
-    for options in ({}, {"batches_per_epoch": 7, "window": 40}):
-        sampler, expected = sampler_of(**options), list(sampler_of(**options))
-        for _ in range(4):
-            assert list(islice(sampler, 3)) == expected[:3]
-            assert (sampler.epoch, len(sampler)) == (0, len(expected))
-        assert list(sampler) == expected
 
 
 def test_loops_are_independent() -> None:
@@ -74,50 +52,6 @@ def test_set_epoch_is_idempotent() -> None:
 def test_epochs_are_natural_numbers(epoch: Any) -> None:
     with pytest.raises(OptionError, match="epoch must be an int of at least 0"):
         sampler_of().set_epoch(epoch)
-
-
-def test_set_epoch_in_mid_epoch_counts_from_the_next_loop() -> None:
-    """The current loop goes on as it began; the state and the next loop are of the new one."""
-    sampler, fresh = sampler_of(samples_per_step=40), sampler_of(samples_per_step=40)
-    expected = list(sampler_of(samples_per_step=40))
-    batches = iter(sampler)
-    first = next(batches)
-    sampler.set_epoch(7)
-    fresh.set_epoch(7)
-    assert sampler.state_dict() == fresh.state_dict()
-    assert [first, *batches] == expected
-    assert sampler.epoch == 7
-    assert list(sampler) == list(fresh)
-
-
-def test_a_loaded_position_is_not_discarded_in_silence() -> None:
-    """The rest of the saved epoch would be lost, or an epoch that was over would come again."""
-    saved, fresh = sampler_of(), sampler_of()
-    whole = list(islice(saved, 3))
-    within = saved.state_dict()
-    whole += list(saved)[3:]
-    over = saved.state_dict()
-    sampler = sampler_of()
-    sampler.load_state_dict(within)
-    sampler.set_epoch(0)  # as trainers do at their start
-    assert list(sampler) == whole[3:]
-    sampler.load_state_dict(within)
-    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(1\) discards .* epoch 0") as found:
-        sampler.set_epoch(1)
-    assert found[0].filename == __file__  # the line that has to change
-    fresh.set_epoch(1)
-    assert list(sampler) == list(fresh)
-    sampler.set_epoch(1)
-    assert (len(sampler), sampler.batches_left) == (len(fresh), len(fresh))
-    sampler.load_state_dict(over)
-    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) discards .* epoch 1"):
-        sampler.set_epoch(0)
-    sampler.set_epoch(5)  # a choice, where nothing is loaded any more: no warning
-    sampler.load_state_dict(over)
-    sampler.set_epoch(3)  # nothing of an epoch is lost
-    sampler.load_state_dict(over)
-    list(sampler)
-    sampler.set_epoch(0)  # nor after the state was used
 
 
 def test_steps_are_those_that_the_loop_has_begun() -> None:

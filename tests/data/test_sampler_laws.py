@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, Refused, reasons_of
 from tests.support.sampler_cases import (
     cases,
@@ -75,6 +76,9 @@ def test_epochs_keep_their_laws(case: Any) -> None:
         for batches in epochs:
             for batch in batches:
                 check_batch(sizes[batch], cost, budget, options)
+                if "max_shapes" not in options:
+                    expected = bytes_of(sizes, cost, batch, options["size_multiple"])
+                    assert those[0].batch_bytes(batch) == expected
         if "max_shapes" in options:
             check_shapes(those[0], epochs, sizes)
             rows = [those[0].shape_of(len(b), sizes[b].max())[0] for mine in epochs for b in mine]

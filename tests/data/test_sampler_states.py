@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections import Counter
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 
 from tests.support.resuming import as_json
 from tests.support.sampler_cases import check_state_size
-from tests.support.samplers import LENGTHS, counted, sampler_of
+from tests.support.samplers import LENGTHS, sampler_of
 from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudgetBatchSampler,
@@ -94,39 +92,6 @@ def test_a_state_of_another_order_is_refused(other: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"cost": PackedCost(unit_bytes=1)},  # the same bytes for samples of one size
-        {"max_batch_size": 5},
-        {"limits": [(PaddedCost(unit_bytes=8), 4000)]},
-        {"time": PaddedCost(sample_bytes=1)},
-        {"batch_size_multiple": 4},
-        {"size_multiple": 8},
-        {"window": 77},
-    ],
-    ids=str,
-)
-def test_a_state_under_other_rules_goes_on(other: Any) -> None:
-    """Rules may change at any batch: what is left comes once, as under another cost or budget.
-
-    Rounds that were dealt by one balance, say, are not read as those of another one.
-    """
-    options: dict[str, Any] = {"window": 100, "num_replicas": 2}
-    before = [sampler_of(rank=rank, **options) for rank in range(2)]
-    after = [sampler_of(rank=rank, **options | other) for rank in range(2)]
-    assert [list(one) for one in before] != [list(one) for one in after]
-    for done in range(1, len(before[0]), 2):
-        came: list[list[int]] = []
-        for sampler in before:
-            sampler.set_epoch(0)
-            came += islice(sampler, done)
-        for sampler in after:
-            sampler.load_state_dict(before[0].state_dict())
-            came += sampler
-        assert counted(came) == Counter(range(300))
-
-
-@pytest.mark.parametrize(
     "changed",
     [None, [1], {}, {"rounds": ...}, {"epoch": -1}, {"stop": 99}, {"number": 1.0}, {"first": True},
      {"dealt": "!"}, {"left": 5}, {"order": {}}, {"dealing": None}],
@@ -179,20 +144,3 @@ def test_a_state_within_a_window_is_small(case: str) -> None:
 
 
 # ---------------------------------------------------------------------- copies
-
-
-@pytest.mark.parametrize("drawn", [0, 3, 10**6], ids=["fresh", "in mid-epoch", "after an epoch"])
-def test_a_sampler_is_copied(drawn: int) -> None:
-    """A copy draws what the next loop of the original would, and its loops are its own."""
-    sampler, fresh = sampler_of(), sampler_of()
-    batches = iter(sampler)
-    begun, state = list(islice(batches, drawn)), sampler.state_dict()
-    copies = [pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler), copy.copy(sampler)]  # noqa: S301
-    fresh.set_epoch(sampler.epoch)
-    expected = list(fresh)
-    for twin in copies:
-        assert len(twin) == len(expected)
-        assert list(twin) == expected
-        assert twin.epoch == sampler.epoch + 1
-    assert sampler.state_dict() == state
-    assert begun + list(batches) == list(sampler_of())

@@ -3,12 +3,14 @@
 What must hold: over all workers of all ranks each sample comes as often as its transforms make it;
 all ranks have as many batches; none is over the budget; what failed and was begun again from the
 last state yields the rest of what would have come; the rest after a window's boundary is complete
-on any number of workers and ranks; the rest after any batch is complete under another cost; ranks
-with unequal numbers of workers are refused.
+on any number of workers and ranks, which are refused within a window; the rest after any batch is
+complete under another cost, other limits and another look-ahead; states are small, and those of all
+ranks are one; ranks with unequal numbers of workers are refused.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections import Counter
@@ -21,19 +23,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import strategies as st
 
 from tests.fuzzing.faults import FUSE, Fault, Killed, drawn
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refused, accepted, two_fit
 from tests.support.resuming import as_json
 from tests.support.sampler_cases import check_batch
-from tests.support.strategies import problems
+from tests.support.strategies import limits, problems
 from tests.support.streams import KINDS, OneProcess, size_of, source_of, workers_of
-from torchbudget import BudgetedIterableDataset, best_shapes, transforms
+from torchbudget import BudgetedIterableDataset, PackedCost, PaddedCost, best_shapes, transforms
 from torchbudget.checks import shape_of
 from torchbudget.data.same_on_ranks import _raise_difference
 from torchbudget.data.stream.cursor import WorkerSlot
-from torchbudget.errors import OtherNumbersWarning, RankError
+from torchbudget.errors import OtherNumbersWarning, RankError, StateMismatchError
 
 EPOCHS = 2
 
@@ -46,8 +50,8 @@ def thrice(sample: Any) -> list[Any]:
 def shrunk(sample: Any) -> Any:
     """Of a random size below its own, drawn in any of the ways."""
     number, size = sample
-    shares = transforms.rng().random(), random.random()
-    return number, (np.asarray(size) * shares[number % 2]).astype(int).tolist()
+    shares = transforms.rng().random(), random.random(), np.random.random(), float(torch.rand(()))
+    return number, (np.asarray(size) * shares[number % 4]).astype(int).tolist()
 
 
 def broken(sample: Any) -> Any:
@@ -73,14 +77,30 @@ def fused(value: Any) -> Any:
     return value
 
 
-class StreamCase:
-    """A stream's arguments, and what must come of it."""
+def group_of(sample: Any) -> int:
+    return int(sample[0] % 2)
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
-        self.oversize = chance.choice(["raise", "raise", "raise", "skip", "alone"])
-        strategy = problems(most=chance.choice([10, 20, 40, 100]), fits=self.oversize == "raise")
-        self.sizes, self.cost, budget = drawn(strategy, chance)
+
+@st.composite
+def limited(draw: st.DrawFn, *, most: int, fits: bool) -> tuple[Any, Any, int, list[Any]]:
+    """Sizes, a cost, a budget, and further limits that each sample fits."""
+    sizes, cost, budget = draw(problems(most=most, fits=fits))
+    largest = -(-sizes.max(axis=0).astype(np.int64) // 4) * 4  # also after rounding
+    return sizes, cost, budget, draw(limits(largest, packed=hasattr(cost, "base_bytes")))
+
+
+class StreamCase:
+    """A stream's arguments, and what must come of it.
+
+    Args:
+        chance: chooses the arguments, where it stops, and how it goes on.
+        problem: of `limited`.
+        oversize: the stream's option.
+    """
+
+    def __init__(self, chance: random.Random, problem: Any, oversize: str = "raise") -> None:
+        self.chance, self.oversize = chance, oversize
+        self.sizes, self.cost, budget, further = problem
         self.budget, self.kind = max(budget, 1), chance.choice(KINDS)
         self.cuts = [chance.randint(0, 200) for _ in range(chance.randint(0, 4))]
         self.ranks, self.workers = chance.choice([1, 1, 2, 3, 5]), chance.choice([1, 1, 2, 3])
@@ -108,9 +128,14 @@ class StreamCase:
             self.options["look_ahead"] = chance.randint(2_000, 60_000)
         if chance.random() < 0.3:
             self.options["max_batch_size"] = chance.randint(1, 20)
+        if chance.random() < 0.5:
+            self.options["limits"] = further
         padded = self.sizes.ndim == 1 and not hasattr(self.cost, "base_bytes")
-        if padded and self.oversize == "raise" and chance.random() < 0.4:
+        if chance.random() < 0.3:
+            self.options["group"] = group_of
+        elif padded and self.oversize == "raise" and chance.random() < 0.4:
             most = self.options.get("max_batch_size")
+            self.options.pop("limits", None)
             self.options["max_shapes"] = best_shapes(
                 self.sizes, self.cost, self.budget, chance.randint(1, 6), max_batch_size=most
             )
@@ -126,20 +151,17 @@ class StreamCase:
         epoch: int = 0,
         state: Any = None,
         fuse: str = "",
-        budget: int = 0,
         ranks: int = 0,
-        rules: dict[str, Any] | None = None,
+        **rules: Any,
     ) -> Any:
         """One process of a rank: the stream itself where the rank has no other."""
         functions = [TRANSFORMS[name][0] for name in self.names]
         functions += [fused] * (fuse == "transform")
         source, ranks = source_of(self.kind, self.sizes, self.cuts), ranks or self.ranks
         options = self.options | {"transforms": functions, "num_replicas": ranks, "rank": rank}
+        options |= {"cost": self.cost, "budget": self.budget} | rules
         options["collate_fn"] = fused if fuse == "collate" else list
-        options |= rules or {}
-        stream = process = BudgetedIterableDataset(
-            source, self.cost, budget or self.budget, **options
-        )
+        stream = process = BudgetedIterableDataset(source, **options)
         if workers > 1:
             slot = WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks)
             process = OneProcess(stream, slot)
@@ -179,7 +201,7 @@ class StreamCase:
         # One sample for each rank has to fit; a small one takes some 500 bytes.
         even &= self.options.get("look_ahead", 10**9) >= 1000 * ranks
         even &= "max_shapes" not in self.options and samples >= ranks and self.oversize == "raise"
-        even &= not self.names and workers == 1
+        even &= not self.names and workers == 1 and "group" not in self.options
         is_empty = "batches_per_epoch" in self.options or not self.expected()
         return {
             " ranks": ranks > 1 and not even,
@@ -195,10 +217,38 @@ class StreamCase:
                 counts[n] = prod(TRANSFORMS[name][1](n) for name in self.names)
         return +counts
 
-    def check_batches(self, batches: list[list[Any]], budget: int) -> None:
+    def check_batches(self, batches: list[list[Any]], **rules: Any) -> None:
         """None is empty, too large or over the budget, by the sizes that samples have in it."""
+        options = self.options | {"cost": self.cost, "budget": self.budget} | rules
         for batch in batches:
-            check_batch([size for _, size in batch], self.cost, budget, self.options)
+            sizes = [size for _, size in batch]
+            check_batch(sizes, options["cost"], options["budget"], options)
+            if "group" in options:
+                assert len(set(map(group_of, batch))) == 1, "two groups in a batch"
+
+    def other_rules(self) -> dict[str, Any]:
+        """Another cost and budget, caps and look-ahead, that go with the sizes and options."""
+        chance, rules = self.chance, dict[str, Any]()
+        if "max_shapes" in self.options:
+            return {"budget": self.budget * chance.choice([1, 2, 3])}
+        rules["max_batch_size"] = chance.randint(1, self.options.get("max_batch_size", 20))
+        rules["look_ahead"] = chance.choice([None, 10_000, 60_000])
+        if self.oversize == "skip":  # under another budget it would skip others
+            return rules
+        rules["budget"] = self.budget * chance.choice([1, 2, 3])
+        if self.oversize == "raise" and "limits" not in self.options and chance.random() < 0.5:
+            unit_bytes: Any = [chance.randint(0, 50) for _ in range(self.sizes[0].size)]
+            cost = chance.choice([PaddedCost, PackedCost])(
+                fixed_bytes=chance.randint(0, 1000),
+                sample_bytes=chance.randint(1, 9),
+                unit_bytes=unit_bytes if self.sizes.ndim == 2 else unit_bytes[0],
+            )
+            largest = self.sizes.max(axis=0).astype(np.int64)
+            rules |= {
+                "cost": cost,
+                "budget": int(cost.batch_bytes(1, largest)) * chance.randint(1, 9),
+            }
+        return rules
 
     def shape_of(self, batch: list[Any]) -> tuple[int, int]:
         """The shape that a batch is padded to."""
@@ -207,7 +257,7 @@ class StreamCase:
     def check_epoch(self, ranks: list[list[list[Any]]]) -> None:
         """The batches of each worker of each rank are a whole epoch."""
         everything = [batch for rank in ranks for worker in rank for batch in worker]
-        self.check_batches(everything, self.budget)
+        self.check_batches(everything)
         lengths = {tuple(map(len, rank)) for rank in ranks}
         assert len(lengths) == 1 or self.apart, "numbers of batches of the ranks"
         if "max_shapes" in self.options and not self.apart:
@@ -216,36 +266,38 @@ class StreamCase:
         number = self.options.get("batches_per_epoch")
         if number is not None:
             assert all(sum(map(len, rank)) == number for rank in ranks), "batches_per_epoch"
+            assert len(self.process(0, 0, 1)) == number, "len"
             return
         came, expected = Counter(n for batch in everything for n, _ in batch), self.expected()
         assert came <= expected, "samples come too often"
         assert came == expected or self.options["drop_last"], "samples are missing"
 
-
-def check(chance: random.Random, folder: Path) -> Counter[str]:
-    """Whole epochs; a process that fails and goes on; the rest in other processes."""
-    case, told = StreamCase(chance), Counter[str]()
-    if case.options["drop_last"]:  # a worker of few samples may drop all of them
-        warnings.simplefilter("ignore", OtherNumbersWarning)
-    for epoch in range(EPOCHS):
-        ranks = case.batches(case.ranks, case.workers, len(case.sizes), epoch=epoch)
-        case.check_epoch(ranks)
-        told["batches"] += sum(len(worker) for rank in ranks for worker in rank)
-    rank, worker = chance.randrange(case.ranks), chance.randrange(case.workers)
-    told += faults(case, rank, worker, ranks[rank][worker])
-    told += unequal(case)
-    if "batches_per_epoch" not in case.options and case.expected():
-        told += remeasured(case)
-    goes_on = "batches_per_epoch" not in case.options and case.kind in ("iterable", "map", "shards")
-    if goes_on and case.expected():
-        told += elsewhere(case)
-    return told
+    def check(self) -> Counter[str]:
+        """Whole epochs; a process that fails and goes on; the rest in other processes."""
+        told = Counter[str]()
+        with warnings.catch_warnings():
+            if self.options["drop_last"]:  # a worker of few samples may drop all of them
+                warnings.simplefilter("ignore", OtherNumbersWarning)
+            for epoch in range(EPOCHS):
+                ranks = self.batches(self.ranks, self.workers, len(self.sizes), epoch=epoch)
+                self.check_epoch(ranks)
+                told["batches"] += sum(len(worker) for rank in ranks for worker in rank)
+            rank, worker = self.chance.randrange(self.ranks), self.chance.randrange(self.workers)
+            told += faults(self, rank, worker, ranks[rank][worker])
+            told += unequal(self)
+            if "batches_per_epoch" not in self.options and self.expected():
+                told += remeasured(self)
+                if self.kind in ("iterable", "map", "shards"):
+                    told += elsewhere(self)
+        return told
 
 
 def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counter[str]:
     """One process of the last epoch fails again and again; with what was saved, it ends."""
     chance, told, state, done = case.chance, Counter[str](), None, 0
     fuse, share = chance.choice(["transform", "collate"]), chance.choice([0.1, 0.5, 1])
+    small = len(json.dumps(case.process(rank, worker, case.workers, epoch=1).state_dict()))
+    small += 80 + case.options["window"] // 6  # a few digits, and a bit for each sample
     # A transform that fails would be skipped.
     kind = Killed if "on_error" in case.options else chance.choice([Fault, Killed])
     while done < len(whole):
@@ -259,6 +311,7 @@ def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counte
                 taken += 1
                 if chance.random() < share:
                     state, done = process.state_dict(), taken
+                    assert len(json.dumps(state)) < small, "a large state"
             assert taken == len(whole), "the rest is too short"
             done = taken
     return told
@@ -280,25 +333,28 @@ def unequal(case: StreamCase) -> Counter[str]:
 
 
 def remeasured(case: StreamCase) -> Counter[str]:
-    """One worker of every rank, stopped after any batch, goes on under other rules; and again."""
-    chance, state, rules = case.chance, None, dict[str, Any]()
-    worker, budget, told = chance.randrange(case.workers), case.budget, Counter[str]()
-    taken, whole = Counter[str](), Counter[str]()
-    ranks = [chance.randrange(case.ranks)] if case.apart else [*range(case.ranks)]
-    for stage in range(3):
-        options = {"state": state, "budget": budget, "rules": rules}
+    """One worker of every rank, stopped after any batch, goes on under other rules; and again.
 
-        def resumed(options: Any = options) -> list[Any]:
+    The state of one rank serves all.
+    """
+    chance, state, rules, told = case.chance, None, dict[str, Any](), Counter[str]()
+    worker, ranks = chance.randrange(case.workers), [*range(case.ranks)]
+    taken, whole = Counter[str](), Counter[str]()
+    if case.apart:
+        ranks = [chance.choice(ranks)]
+    for stage in range(3):
+
+        def resumed(state: Any = state, rules: Any = rules) -> list[Any]:
+            options = {"state": state, **rules}
             return [case.process(rank, worker, case.workers, **options) for rank in ranks]
 
-        left = 0 if stage else len(case.sizes)
-        reasons = case.reasons(case.ranks, case.workers, left)
+        reasons = case.reasons(case.ranks, case.workers, 0 if stage else len(case.sizes))
         try:
             rest = accepted(lambda: [list(one) for one in resumed()], reasons)
         except Refused as refused:
             return told + Counter({f"refused under another cost: {refused}": 1})
         everything = [batch for rank in rest for batch in rank]
-        case.check_batches(everything, budget)
+        case.check_batches(everything, **rules)
         came = Counter(map(repr, chain.from_iterable(everything)))
         assert len(set(map(len, rest))) == 1, "numbers of batches of the ranks"
         whole = whole or came
@@ -310,13 +366,14 @@ def remeasured(case: StreamCase) -> Counter[str]:
         for one, batches in zip(running, rest, strict=True):
             assert [*islice(one, stop)] == batches[:stop], "resumed is not as uninterrupted"
             taken.update(map(repr, chain.from_iterable(batches[:stop])))
-        state = running[0].state_dict()
+        state, *others = (as_json(one.state_dict()) for one in running)
+        assert all(one == state for one in others), "states of the ranks"
         if state["epoch"] or not whole:
             break
+        again = [[*one] for one in resumed(state)]
+        assert again == [batches[stop:] for batches in rest], "resumed is not as uninterrupted"
         told["remeasured"] += 1
-        budget = case.budget * (1 if case.oversize == "skip" else chance.choice([1, 2, 3]))
-        most = chance.randint(1, case.options.get("max_batch_size", 20))
-        rules = {} if "max_shapes" in case.options else {"max_batch_size": most}
+        rules = case.other_rules()
     return told
 
 
@@ -342,9 +399,15 @@ def elsewhere(case: StreamCase) -> Counter[str]:
     for batch in stream:
         taken.append(batch)
         state = stream.state_dict()
-        if not workers_of(state)[0]["rounds"] and state["epoch"] == 0:
+        if state["epoch"] == 0:
             states.append((len(taken), state))
-    done, state = chance.choice(states)
+    within = [state for _, state in states if workers_of(state)[0]["rounds"]]
+    if within:
+        two = (1, 2) if "on_error" in case.options else chance.choice([(1, 2), (2, 1)])
+        other = case.process(0, 0, two[1], state=chance.choice(within), ranks=two[0])
+        with pytest.raises(StateMismatchError, match="end of a window"):
+            list(other)
+    done, state = chance.choice([one for one in states if one[1] not in within])
     ranks, workers = chance.choice([1, 2, 3]), chance.choice([1, 2, 3])
     if "on_error" in case.options:  # with ranks that plan from one source it is refused
         ranks = 1
@@ -358,7 +421,7 @@ def elsewhere(case: StreamCase) -> Counter[str]:
         return Counter({f"refused elsewhere: {refused}": 1})
     assert len({tuple(map(len, rank)) for rank in rest}) == 1, "numbers of batches of the ranks"
     everything = [batch for rank in rest for worker in rank for batch in worker]
-    case.check_batches(everything, budget)
+    case.check_batches(everything, budget=budget)
     came = Counter(map(repr, chain.from_iterable([*taken[:done], *everything])))
     expected = Counter(map(repr, chain.from_iterable(taken)))
     if case.options["drop_last"]:
@@ -367,3 +430,10 @@ def elsewhere(case: StreamCase) -> Counter[str]:
     else:
         assert came == expected, "the samples differ elsewhere"
     return Counter(elsewhere=1)
+
+
+def check(chance: random.Random, folder: Path) -> Counter[str]:
+    """One stream."""
+    oversize = chance.choice(["raise", "raise", "raise", "skip", "alone"])
+    strategy = limited(most=chance.choice([10, 20, 40, 100]), fits=oversize == "raise")
+    return StreamCase(chance, drawn(strategy, chance), oversize).check()

@@ -30,7 +30,7 @@ from tests.support.sampler_cases import (
     whole_bytes,
 )
 from tests.support.samplers import counted
-from torchbudget import PaddedCost
+from torchbudget import PackedCost, PaddedCost
 from torchbudget.cost.protocol import AdditiveCost
 
 EPOCHS = 2
@@ -202,6 +202,8 @@ class Chain:
             self.options = options | {"time": time}
         if len(self.kept) == len(self.sizes) and self.chance.random() < 0.2:
             self.choose_cost()
+        if not {"units", "max_shapes"} & {*self.options} and self.chance.random() < 0.2:
+            self.choose_rules()
         budget = self.first[1]
         if len(self.kept) == len(self.sizes):
             budget *= self.chance.choice([1, 1, 2, 3])
@@ -217,10 +219,24 @@ class Chain:
         each = [self.chance.randint(0, 50) for _ in range(self.sizes[0].size)]
         return each[0] if len(each) == 1 else each
 
+    def choose_rules(self) -> None:
+        """Choose another window and other caps."""
+        multiple = self.options.get("batch_size_multiple", 1)
+        limit = PackedCost(sample_bytes=1), self.chance.randint(1, 40)
+        rules = {"max_batch_size": self.chance.randint(multiple, 40)}
+        if "window" in self.options:
+            rules["window"] = self.chance.randint(1, len(self.sizes))
+        self.options = self.options | rules | {"limits": [*self.options["limits"], limit]}
+
     def choose_cost(self) -> None:
         """Choose another cost, and a budget that each sample and unit fits."""
+        kind: Any = PaddedCost
         multiple = self.options["size_multiple"]
-        self.cost = PaddedCost(
+        if not self.options["limits"] and not {"units", "max_shapes", "time"} & {*self.options}:
+            multiple = self.chance.choice([1, 4, 8])
+            self.options = self.options | {"size_multiple": multiple, "batch_size_multiple": 1}
+            kind = PackedCost if self.chance.random() < 0.5 else PaddedCost
+        self.cost = kind(
             fixed_bytes=self.chance.randint(0, 1000),
             sample_bytes=self.chance.randint(1, 9),
             unit_bytes=self.units(),

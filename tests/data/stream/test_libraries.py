@@ -43,8 +43,10 @@ def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
 # ---------------------------------------------------------------------- datasets
 
 
-KINDS = ("plain", "mapped", "filtered", "batched", "concatenated", "shuffled")
-SEEKS = frozenset(KINDS) - {"shuffled"}
+KINDS = ("plain", "mapped", "filtered", "batched", "concatenated", "interleaved", "shuffled")
+
+
+JOINED = {"concatenated": "concatenate_datasets", "interleaved": "interleave_datasets"}
 
 
 def hugging_face(kind: str) -> Any:
@@ -57,10 +59,10 @@ def hugging_face(kind: str) -> Any:
             return data.filter(all_of_them)
         case "batched":
             return data.map(same, batched=True, batch_size=7)
-        case "concatenated":
+        case "concatenated" | "interleaved":
             half = datasets.Dataset.from_list(rows()[: N // 2]).to_iterable_dataset(num_shards=2)
             rest = datasets.Dataset.from_list(rows()[N // 2 :]).to_iterable_dataset(num_shards=3)
-            return datasets.concatenate_datasets([half, rest])
+            return getattr(datasets, JOINED[kind])([half, rest])
         case "shuffled":
             return data.shuffle(seed=0, buffer_size=20)
     return data
@@ -73,6 +75,7 @@ def all_of_them(row: Any) -> bool:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int) -> None:
+    """And the rest is the rest, by the data set's state or by skipping through it."""
     stream = stream_of(hugging_face(kind))
     loader = DataLoader(
         stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0
@@ -81,8 +84,15 @@ def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int)
     for epoch in range(3):
         stream.set_epoch(epoch)
         epochs.append(numbers(loader))
-        assert sorted(epochs[-1]) == list(range(N))
+        # Interleaving ends with the first of the two.
+        assert sorted(epochs[-1]) == list(range(N)) or kind == "interleaved"
     assert epochs[0] != epochs[1]
+    check_every_stop(
+        lambda: stream_of(hugging_face(kind)),
+        loop=partial(tracked_loop, workers=workers),
+        file=as_pickle,
+        every=15,
+    )
 
 
 def test_a_datasets_stream_that_is_split_by_node() -> None:
@@ -168,17 +178,10 @@ def every_second(shards: Any) -> Any:
     return islice(shards, 1, None, 2)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("kind", ["datasets", "webdataset"])
-def test_what_splits_itself_goes_on_in_a_plain_loader(
-    kind: str, workers: int, tars: list[str]
-) -> None:
+def test_a_pipeline_that_splits_itself_goes_on_in_a_plain_loader(tars: list[str]) -> None:
     """Each worker goes on with its part, whichever's turn it was."""
-
-    def make() -> BudgetedIterableDataset:
-        return stream_of(pipeline(tars) if kind == "webdataset" else hugging_face("mapped"))
-
-    check_every_stop(make, loop=partial(tracked_loop, workers=workers), every=15, file=as_pickle)
+    loop = partial(tracked_loop, workers=3)
+    check_every_stop(lambda: stream_of(pipeline(tars)), loop=loop, every=15, file=as_pickle)
 
 
 def test_stages_of_webdataset_that_count_their_passes_begin_with_the_streams_epoch(
@@ -196,7 +199,6 @@ def test_stages_of_webdataset_that_count_their_passes_begin_with_the_streams_epo
     assert [numbers(loader) for _ in range(3)] == epochs
     stream = make()
     stream.set_epoch(2)
-    begun = list(islice(stream, 3))
-    resumed = make()
+    begun, resumed = list(islice(stream, 3)), make()
     resumed.load_state_dict(stream.state_dict())
     assert numbers([*begun, *resumed]) == epochs[2]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.resuming import as_pickle, check_every_stop
+from tests.support.resuming import as_pickle
 from tests.support.streams import (
     TOKENS,
     Numbered,
@@ -65,20 +65,6 @@ def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     stream.set_epoch(1)
     assert list(loader) == epochs[1]
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"look_ahead": 6000}, {"batches_per_epoch": 90}])
-def test_a_stateful_loader_goes_on_at_every_batch(workers: int, options: Any) -> None:
-    """The rest equals the rest."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def loader() -> Any:
-        return stateful(make(**options), batch_size=None, num_workers=workers)
-
-    whole = check_every_stop(loader, file=as_pickle, every=13 if workers else 2)
-    assert len(whole) > 50
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
@@ -149,31 +135,14 @@ def test_set_epoch_after_the_state_of_an_epochs_end(
         resumed[1].load_state_dict(state)
         found, expected = epochs(resumed, first, 3), [[], *whole[1:]][first:]
         assert found == expected, first
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_within_the_epoch_after_a_loaded_end(workers: int) -> None:
-    """`set_epoch` passes over the end of the loaded epoch; states of the next one are right."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def made() -> Any:
-        return stateful(make(), batch_size=None, num_workers=workers)
-
-    def epoch_of(loader: Any, epoch: int) -> Iterator[Any]:
-        loader.dataset.set_epoch(epoch)
-        return iter(loader)
-
-    loader = made()
-    ended = [as_pickle(loader.state_dict()) for _ in epoch_of(loader, 0)][-1]
-    loader = made()
-    loader.load_state_dict(ended)
-    begun = list(islice(epoch_of(loader, 1), 9))
-    state, loader = as_pickle(loader.state_dict()), made()
-    loader.load_state_dict(state)
-    begun += epoch_of(loader, 1)
-    assert numbers(begun) == list(range(len(SIZES)))
-    assert sorted(begun) == sorted(epoch_of(made(), 1))
+    # A state within the epoch after the loaded end.
+    stopped, resumed = made(), made()
+    stopped[1].load_state_dict(states[0])
+    stopped[0].set_epoch(1)
+    begun = list(islice(stopped[1], 3))
+    resumed[1].load_state_dict(as_pickle(stopped[1].state_dict()))
+    [rest] = epochs(resumed, 1, 2)
+    assert sorted([*rest, *(int(n) for batch in begun for n in batch)]) == whole[1]
 
 
 # ---------------------------------------------------------------------- transforms, threads

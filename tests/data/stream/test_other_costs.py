@@ -21,10 +21,9 @@ from tests.support.streams import (
     workers_of,
 )
 from torchbudget import BudgetedIterableDataset, PackedCost, PaddedCost, transforms
-from torchbudget.errors import StateMismatchError, UnevenRanksError
+from torchbudget.errors import UnevenRanksError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-GROUPS = {"group": lambda sample: sample[0] % 3}
 OTHERS: dict[str, Any] = {
     "a measured cost": (PaddedCost(unit_bytes=1, sample_bytes=7, fixed_bytes=31), {}),
     "less": (TOKENS, {"budget": 120}),
@@ -64,13 +63,11 @@ def test_a_tracked_loop_goes_on_under_another_cost(kind: str, workers: int) -> N
         assert [*tracked_loop(again, workers)] == [*came[done:], *rest]
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("options", [{}, {"look_ahead": 4000}, {"drop_last": True}, GROUPS])
+@pytest.mark.parametrize("other", ["of a predicate", "shapes"])
+@pytest.mark.parametrize("options", [{}, {"look_ahead": 4000}, {"drop_last": True}])
 def test_ranks_go_on_under_any_other_cut(other: str, options: dict[str, Any]) -> None:
     """Every sample once, on equal numbers of batches; of one predicate the same goes on."""
     ranks = {"num_replicas": 2, "window": 30} | options
-    if options is GROUPS and other in ("of a predicate", "shapes"):
-        return  # they take no groups
     for done in (1, 5, 11, 17):
         came, rest = [], []
         for rank in range(2):
@@ -104,65 +101,6 @@ def test_the_last_round_of_ranks_is_cut_anew_with_the_rest() -> None:
             other.load_state_dict(as_json(running.state_dict()))
             rest += other
         assert numbers([*rest, *whole[0][:done], *whole[1][:done]]) == [*range(62), 70]
-
-
-def test_what_a_state_cannot_say_is_refused() -> None:
-    """Other ranks within a window, and other samples than were read."""
-    running = make()
-    list(islice(running, 3))
-    state = as_json(running.state_dict())
-    other = under("less", num_replicas=2, rank=0)
-    other.load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="end of a window"):
-        next(iter(other))
-    changed = under("less")
-    changed.load_state_dict(state)
-    changed._options.source.data.sizes[20] += 1
-    with pytest.raises(StateMismatchError, match="window at item 0 has other sizes"):
-        next(iter(changed))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("amounts", [("2MiB", "6MiB"), ("6MiB", "2500KB"), (None, "2MiB")])
-def test_another_look_ahead(ranks: int, amounts: tuple[str | None, str]) -> None:
-    """What is left of a part comes once, and later parts are as large as the new bytes allow."""
-
-    def stream(rank: int, look_ahead: str | None) -> BudgetedIterableDataset:
-        return BudgetedIterableDataset(
-            Recordings(), PaddedCost(unit_bytes=1), 400, size=frames, window=21, collate_fn=same,
-            look_ahead=look_ahead, num_replicas=ranks, rank=rank,
-        )  # fmt: skip
-
-    for done in range(1, 12, 2):
-        came: list[list[Any]] = []
-        running = [stream(rank, amounts[0]) for rank in range(ranks)]
-        for one in running:
-            came += islice(one, done)
-        for rank in range(ranks):
-            other = stream(rank, amounts[1])
-            other.load_state_dict(as_json(running[0].state_dict()))
-            came += other
-        assert sorted(sample["n"] for batch in came for sample in batch) == list(range(90))
-
-
-def test_another_group_is_no_other_cost() -> None:
-    """It cuts other samples in the same places, which must not go on unseen."""
-
-    def length(sample: Any) -> int:
-        return sample[1]
-
-    def stream(group: Any = None) -> BudgetedIterableDataset:
-        samples = [(number, 5) for number in range(96)]
-        options: Any = {"size": length, "collate_fn": same, "window": 48, "max_batch_size": 4}
-        return BudgetedIterableDataset([samples], TOKENS, 100, group=group, **options)
-
-    parity, halves = (lambda sample: sample[0] % 2), (lambda sample: sample[0] % 48 < 24)
-    for before, after in ((None, parity), (parity, None), (parity, halves)):
-        running, other = stream(before), stream(after)
-        list(islice(running, 3))
-        other.load_state_dict(as_json(running.state_dict()))
-        with pytest.raises(StateMismatchError, match="other sizes or cuts"):
-            next(iter(other))
 
 
 # ---------------------------------------------------------------------- look-aheads on ranks

@@ -7,20 +7,17 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_pickle, check_every_stop
-from tests.support.streams import TOKENS, same, tracked_loop, workers_of
-from torchbudget import BudgetedIterableDataset, transforms
-from torchbudget.errors import StateError, StateMismatchError
+from tests.support.streams import TOKENS, same, tracked_loop
+from torchbudget import BudgetedIterableDataset
 
 N = 60
 ROOM = [[n] * (n * 7 % 23 + 1) for n in range(N)]
@@ -78,20 +75,8 @@ def nodes() -> Any:
     return torchdata.Loader(torchdata.IterableWrapper(ROOM))
 
 
-def hugging_face(kind: str) -> Any:
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"x": ROOM}).to_iterable_dataset(num_shards=3)
-    if kind == "shuffled":
-        return data.shuffle(seed=0, buffer_size=9)
-    if kind == "filtered":
-        return data.filter(lambda row: row["x"][0] % 5 > 0)
-    other = datasets.Dataset.from_dict({"x": ROOM[:20]}).to_iterable_dataset(num_shards=2)
-    return datasets.interleave_datasets([data, other])
-
-
 SOURCES: dict[str, Any] = {
     "constant": Constant, "ignoring": Ignoring, "late": Late, "alike": Alike, "nodes": nodes,
-    **{kind: partial(hugging_face, kind) for kind in ("shuffled", "filtered", "interleaved")},
 }  # fmt: skip
 
 
@@ -100,67 +85,14 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_state_is_believed_only_if_it_is_right(name: str, workers: int) -> None:
     """From any batch the rest is the rest, by the source's state or by skipping through it."""
-    size = "x" if name in ("shuffled", "filtered", "interleaved") else len
 
     def make() -> BudgetedIterableDataset:
-        options = {"size": size, "window": 16, "look_ahead": 9000, "collate_fn": same}
+        options = {"size": len, "window": 16, "look_ahead": 9000, "collate_fn": same}
         return BudgetedIterableDataset(SOURCES[name](), TOKENS, 60, **options)
 
     loop = partial(tracked_loop, workers=workers)
     whole = check_every_stop(make, loop=loop, file=as_pickle, every=5 if workers else 2)
     assert len(whole) >= 8
-
-
-def shorter(sample: list[int]) -> list[int]:
-    return sample[: len(sample) // 2 + 1]
-
-
-def double(sample: list[int]) -> int:
-    return 2 * len(sample)
-
-
-def at_most(most: int, batch: list[Any], sample: Any) -> bool:
-    return len(batch) < most
-
-
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "transforms": ({}, {"transforms": [shorter]}),
-    "fewer": ({}, {"transforms": [transforms.keep_if(sum)]}),
-    "size": ({}, {"size": double}),
-    "source": ({}, {"source": ROOM[1:]}),
-}
-
-
-@pytest.mark.parametrize("is_map", [False, True])
-@pytest.mark.parametrize("name", [*CHANGES, "predicate"])
-def test_other_samples_are_refused(name: str, is_map: bool) -> None:
-    """Another transform, size or source before the position; within a window another predicate."""
-
-    def make(options: dict[str, Any]) -> BudgetedIterableDataset:
-        arguments: dict[str, Any] = {"size": len, "cost": TOKENS, "budget": 60, "window": 16}
-        arguments["shuffle"] = not is_map
-        arguments |= {name: value for name, value in options.items() if name != "source"}
-        cost, budget = arguments.pop("cost"), arguments.pop("budget")
-        samples = options.get("source", ROOM)
-        source = Subset(samples, range(len(samples))) if is_map else [samples]
-        return BudgetedIterableDataset(source, cost, budget, collate_fn=list, **arguments)
-
-    saved, changed = CHANGES.get(name, ({}, {}))
-    if name == "predicate":
-        saved, changed = ({"cost": partial(at_most, n), "budget": None} for n in (7, 5))
-    refused = 0
-    running = make(saved)
-    for _ in islice(running, 9):
-        state = running.state_dict()
-        twin, other = make(saved), make(changed)
-        twin.load_state_dict(state)
-        other.load_state_dict(state)
-        next(iter(twin))
-        with suppress(StateMismatchError):
-            list(other)
-            refused -= 1
-        refused += 1
-    assert refused >= (4 if name in ("predicate", "fewer") else 9)
 
 
 class StartsOver:
@@ -287,30 +219,3 @@ def test_freed_memory_goes_back(kind: str) -> None:
         [sys.executable, SCRIPT, kind], capture_output=True, text=True, check=True, timeout=100
     )
     assert int(ran.stdout.split()[-1]) < 150 * 2**20, ran.stdout
-
-
-@pytest.mark.parametrize("broken", [
-    {"rounds": "x"}, {"start": None}, {"number": -1}, {"first_epoch": True}, {"to_come": "x"},
-    {"checksum": "x"}, {"turn": 2}, {"workers": 3}, {"workers": [[1]]}, {"dealing": None},
-    {"epoch": -1}, {"epoch": None}, {"part": "x"}, {"part": [1, None, [4, "x"]]}, {"part": [1]},
-])  # fmt: skip
-def test_malformed_states(broken: dict[str, Any]) -> None:
-    """Refused where they are loaded, and nothing is lost."""
-    stream = BudgetedIterableDataset([ROOM], TOKENS, 60, size=len, collate_fn=list)
-    next(iter(stream))
-    good = stream.state_dict()
-    [process] = good["processes"]
-    parts, bad = dict(process), dict(good)
-    for name, value in broken.items():
-        if name == "epoch":
-            bad[name] = value
-        elif name in parts:
-            parts[name] = value
-        else:
-            cursor = {**workers_of(good)[0], name: value}
-            parts["workers"] = [list(cursor.values())[1:]]
-    other = BudgetedIterableDataset([ROOM], TOKENS, 60, size=len, collate_fn=list)
-    with pytest.raises(StateError, match="malformed"):
-        other.load_state_dict({**bad, "processes": (parts,)})
-    other.load_state_dict(good)
-    assert list(stream)[1:] == list(other)

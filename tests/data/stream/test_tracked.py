@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.resuming import as_json, check_every_stop, in_parts
+from tests.support.resuming import as_json, check_every_stop
 from tests.support.streams import (
-    KINDS,
     SIZES,
     TOKENS,
     Numbered,
     begun_at,
     loader_of,
     make,
+    numbers,
     same,
     size_of,
     tracked_loop,
+    workers_of,
 )
 from torchbudget import BudgetedIterableDataset
-from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -35,25 +37,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 def tensor_of(sample: Any) -> Any:
     return torch.ones(sample[1])
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
-    """The rest equals the rest, in its order, and again from a state within the rest."""
-    loop, every = partial(tracked_loop, workers=workers), 17 if workers else 8
-    whole = check_every_stop(partial(make, kind), loop=loop, every=every)
-    assert whole == list(loader_of(make(kind), workers))
-    for done in range(1, len(whole) - 3, 2 * every):
-        assert in_parts(partial(make, kind), [done, 3], loop=loop) == whole
-
-
-@pytest.mark.parametrize("done", [1, 4])
-def test_it_goes_on_out_of_order(done: int) -> None:
-    """Every sample once, though the order of batches is unknown."""
-    loop = partial(tracked_loop, workers=2, in_order=False)
-    found = in_parts(make, [done], loop=loop)
-    assert sorted(chain.from_iterable(found)) == sorted(chain.from_iterable(loop(make())))
 
 
 def test_whole_windows_go_on_on_other_ranks() -> None:
@@ -68,11 +51,11 @@ def test_whole_windows_go_on_on_other_ranks() -> None:
     assert sorted(chain.from_iterable(begun)) == sorted(chain.from_iterable(whole))
 
 
+@dataclass
 class Foreign:
     """A batch of another library."""
 
-    def __init__(self, numbers: list[int]) -> None:
-        self.numbers = numbers
+    numbers: list[int]
 
 
 def foreign(batch: list[Any]) -> Foreign:
@@ -84,19 +67,13 @@ def foreign(batch: list[Any]) -> Foreign:
 @pytest.mark.parametrize("pinned", [False, True])
 def test_foreign_collates_see_the_batch_alone(workers: int, pinned: bool) -> None:
     """The loader's own function, batches of any type, and a thread that pins them."""
-    running = make()
-    options: dict[str, Any] = {"num_workers": workers, "pin_memory": pinned, "batch_size": None}
-    loader = DataLoader(running, collate_fn=foreign, **options)
-    whole = [batch.numbers for batch in loader]
-    running.set_epoch(0)
-    for done, batch in enumerate(running.tracked(loader), 1):
-        assert batch.numbers == whole[done - 1]
-        if done % 20 == 0:
-            following = make()
-            following.load_state_dict(as_json(running.state_dict()))
-            rest = following.tracked(DataLoader(following, collate_fn=foreign, **options))
-            assert [one.numbers for one in rest] == whole[done:]
-    assert loader.collate_fn is foreign
+
+    def loader(stream: BudgetedIterableDataset) -> DataLoader[Any]:
+        options: dict[str, Any] = {"num_workers": workers, "pin_memory": pinned}
+        return DataLoader(stream, batch_size=None, collate_fn=foreign, **options)
+
+    whole = check_every_stop(make, loop=lambda stream: stream.tracked(loader(stream)), every=20)
+    assert whole == list(loader(make()))
 
 
 class Named(BudgetedIterableDataset):
@@ -120,20 +97,6 @@ def test_a_stream_that_changes_its_batches(workers: int) -> None:
 # ---------------------------------------------------------------------- what cannot be known
 
 
-def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
-    """A state without the loop's count would begin the epoch again, or skip what was read ahead."""
-    stream = make()
-    batches = iter(loader_of(stream, 2))
-    next(batches)
-    with pytest.raises(StateError, match=r"tracked\(loader\).*StatefulDataLoader"):
-        stream.state_dict()
-    list(batches)
-    with pytest.raises(StateError, match="tracked"):
-        stream.state_dict()
-    stream.set_epoch(1)
-    assert stream.state_dict()["epoch"] == 1
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_report_of_what_came(workers: int) -> None:
     """Of the last tracked loop, also while it is open."""
@@ -150,34 +113,86 @@ def test_the_report_of_what_came(workers: int) -> None:
     assert report.fill == pytest.approx(elements / 60 / len(batches))
 
 
-def test_another_number_of_workers() -> None:
-    _, stream = begun_at(1)
-    with pytest.raises(StateMismatchError, match="num_workers=2"):
-        list(loader_of(stream, 3))
+# -------------------------------------------------------------------- epochs of a number of batches
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-def test_other_loaders() -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    stream = make()
-    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
-        stream.tracked(loader_of(make(), 2))
-    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
-        stream.tracked(DataLoader(stream))
-    with pytest.raises(OptionError, match="saves its position itself"):
-        stream.tracked(stateful(stream, batch_size=None))
+def epochs_of(
+    stream: Any, workers: int, epochs: int, *, tracked: bool, **options: Any
+) -> list[list[Any]]:
+    loader = loader_of(stream, workers, **options)
+    return [list(stream.tracked(loader) if tracked else loader) for _ in range(epochs)]
 
 
-# ---------------------------------------------------------------------- windows
+@pytest.mark.parametrize(
+    ("workers", "tracked", "persistent"),
+    [
+        (0, False, False), (0, True, False), (2, False, True), (2, True, True), (2, True, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["iterable", "shards", "map"])
+def test_an_epoch_goes_on_where_the_last_one_ended(
+    kind: str, workers: int, tracked: bool, persistent: bool
+) -> None:
+    """Wherever that is known: the epochs together are one pass after the other."""
+    several = partial(make, kind, batches_per_epoch=12)  # as many from each worker
+    found = epochs_of(several(), workers, 9, tracked=tracked, persistent_workers=persistent)
+    assert [len(epoch) for epoch in found] == [12] * 9
+    [whole] = epochs_of(make(kind, batches_per_epoch=108), workers, 1, tracked=False)
+    together = numbers([batch for epoch in found for batch in epoch])
+    assert together == numbers(whole)
+    assert set(together) == set(range(len(SIZES)))
 
 
-@pytest.mark.parametrize("taken", [1, 3, None])
-def test_another_loop_over_workers_that_persist(taken: int | None) -> None:
-    """It takes the batches of the tracked one, which would be over without a word."""
-    stream = make()
-    loader = loader_of(stream, 2, persistent_workers=True)
-    batches = stream.tracked(loader)
-    next(batches)
-    assert list(islice(loader, taken))
-    with pytest.raises(StateError, match="a loader of its own"):
-        list(batches)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("done", [1, 10, 11, 25])
+def test_epochs_of_a_number_of_batches_go_on_from_any_batch(done: int, persistent: bool) -> None:
+    """Workers that persist may change turns after the epoch that was gone on with."""
+    several = partial(make, batches_per_epoch=11)
+    options: dict[str, Any] = {"tracked": True, "persistent_workers": persistent}
+    whole = epochs_of(several(), 2, 4, **options)
+    running = several()
+    loader, taken = loader_of(running, 2, persistent_workers=persistent), 0
+    while taken < done:
+        for _ in running.tracked(loader):
+            taken += 1
+            if taken == done:
+                break
+    following = several()
+    following.load_state_dict(as_json(running.state_dict()))
+    assert following.epoch == done // 11
+    epoch, taken = divmod(done, 11)
+    rest = epochs_of(following, 2, 4 - epoch, **options)
+    assert rest[0] == whole[epoch][taken:]
+    for found, expected in zip(rest[1:], whole[epoch + 1 :], strict=True):
+        assert sorted(found) == sorted(expected) if persistent else found == expected
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_what_workers_have_ended_is_not_guessed(chosen: bool) -> None:
+    """Nobody tracked their loop: the next one, which cannot go on there, is refused."""
+    stream = make(batches_per_epoch=12)
+    first = list(loader_of(stream, 2))
+    for workers in (0, 2):
+        if chosen:
+            stream.set_epoch(1)  # the next one anyway
+        with pytest.raises(StateError, match=r"epoch 1 of batches_per_epoch=12 .*\.tracked"):
+            list(loader_of(stream, workers))
+    stream.set_epoch(5)
+    assert list(loader_of(stream, 2)) != first
+    stream.set_epoch(0)
+    assert list(loader_of(stream, 2)) == first
+
+
+def test_fewer_batches_are_left_than_workers() -> None:
+    """Those that get none of an epoch's last batches are at its end."""
+    options: dict[str, Any] = {"batches_per_epoch": 9, "window": 10, "max_batch_size": 5}
+    running, done = make(**options), 0
+    for _ in running:
+        done += 1
+        state = running.state_dict()
+        if done > 5 and not workers_of(state)[0]["rounds"]:
+            break
+    assert 0 < 9 - done < 4
+    following = make(**options)
+    following.load_state_dict(as_json(state))
+    assert [len(list(tracked_loop(following, 4))) for _ in range(2)] == [9 - done, 9]

@@ -115,7 +115,10 @@ def outcome(loop: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def compare() -> dict[str, Any]:
+OTHERS = "rank 0 and rank 1 read different"
+
+
+def compare() -> Any:
     """What two ranks get that plan by other facts, or read other samples: batches or a refusal."""
     warnings.simplefilter("ignore")
     rank, _ = join(timeout=timedelta(seconds=20))
@@ -124,54 +127,80 @@ def compare() -> dict[str, Any]:
     parts: Any = {"look_ahead": 30_000, "max_batch_size": 1}
     roomy = MemoryBudget(device=2000, host=10**9)
     shards = [list(texts(LENGTHS[n::4])) for n in range(4)]
-    cases: dict[str, Callable[[], Any]] = {
-        "same": planned,
-        "budget": lambda: planned(budget=less),
-        "cost": lambda: planned(cost=other_cost),
-        "time": lambda: planned(time=PaddedCost(sample_bytes=1, unit_bytes=rank)),
-        "limits": lambda: planned(limits=[(TOKENS, 2000 - rank)]),
-        "seed": lambda: planned(seed=rank),
-        "sizes": lambda: planned(LENGTHS[rank:]),
-        "window": lambda: planned(window=64 + rank),
-        "batches_per_epoch": lambda: planned(batches_per_epoch=8 + rank),
-        "by hand": lambda: planned(budget=less, num_replicas=1, rank=0),
-        "agreed": lambda: agreed(planned, other_cost, mine),
-        "not agreed": lambda: agreed(planned, TOKENS, 2000 if rank else "much"),
-        "epoch": lambda: at_epoch(planned(), rank),
-        "state": lambda: after(planned(), 3 * rank),
-        "stream": lambda: tracked(streamed(budget=less)),
-        "stream, workers": lambda: tracked(streamed(seed=rank), workers=2),
-        "stream, look_ahead": lambda: tracked(streamed(look_ahead=10**6 + rank)),
-        "stream, epoch": lambda: tracked(at_epoch(streamed(), rank)),
-        "stream, plain": lambda: streamed(window=64 + rank),
-        "stream, agreed": lambda: tracked(agreed(streamed, other_cost, mine)),
-        "stream, each its own": lambda: tracked(streamed(part, budget=less, batches_per_epoch=3)),
-        "stream, same": lambda: tracked(streamed(), workers=2),
-        "stream, same, out of order": lambda: tracked(streamed(), workers=2, in_order=False),
-        "stream, of rank": lambda: tracked(streamed(OfRank())),
-        "stream, of rank, workers": lambda: tracked(streamed(OfRank()), workers=2),
-        "stream, of rank, plain": lambda: streamed(OfRank()),
-        "stream, crops": lambda: tracked(streamed(transforms=[Crops()]), workers=1),
-        "stream, 1 and 2 workers": lambda: tracked(streamed(), workers=1 + rank),
-        "stream, 1 and 2 workers of shards": lambda: tracked(streamed(shards), workers=1 + rank),
-        "stream, 1 and 2 workers of parts": lambda: tracked(
-            streamed(part, batches_per_epoch=3), workers=1 + rank
+    twice, loop = planned(window=64 + rank), streamed(shards)
+    # What is said on each rank; nothing where the ranks share all samples.
+    other_workers = "the number of workers (at least 1): 1 on rank 0, 2 on rank 1"
+    cases: dict[str, tuple[str, Callable[[], Any]]] = {
+        "same": ("", planned),
+        "budget": ("budget_bytes: 2000 on rank 0, 1700 on rank 1", lambda: planned(budget=less)),
+        "cost": ("cost: ", lambda: planned(cost=other_cost)),
+        "time": ("time: ", lambda: planned(time=PaddedCost(sample_bytes=1, unit_bytes=rank))),
+        "limits": ("limits: ", lambda: planned(limits=[(TOKENS, 2000 - rank)])),
+        "seed": ("seed: 0 on rank 0, 1 on rank 1", lambda: planned(seed=rank)),
+        "sizes": (
+            f"the number of samples: {len(LENGTHS)} on rank 0, {len(LENGTHS) - 1} on rank 1",
+            lambda: planned(LENGTHS[rank:]),
         ),
-        "packed and padded": lambda: planned(cost=[PackedCost, PaddedCost][rank](unit_bytes=1)),
-        "stream, the host's look-ahead": lambda: tracked(streamed(budget=roomy), workers=1 + rank),
-        "stream, parts of a look-ahead": lambda: tracked(streamed(**parts), workers=1),
-        "stream, same, with a worker and without": lambda: tracked(streamed(shards), workers=rank),
+        "window": ("window: 64 on rank 0, 65 on rank 1", lambda: planned(window=64 + rank)),
+        "batches_per_epoch": (
+            "batches_per_epoch: 8 on rank 0, 9 on rank 1",
+            lambda: planned(batches_per_epoch=8 + rank),
+        ),
+        "agreed": ("", lambda: agreed(planned, other_cost, mine)),
+        "epoch": ("epoch: 0 on rank 0, 1 on rank 1", lambda: at_epoch(planned(), rank)),
+        "state": ("rounds: 0 on rank 0, 3 on rank 1", lambda: after(planned(), 3 * rank)),
+        "once": ("window: ", lambda: twice),  # not only once: what differs is refused again
+        "twice": ("window: ", torch.inference_mode()(lambda: twice)),
+        "packed and padded": (
+            "cost: ",
+            lambda: planned(cost=[PackedCost, PaddedCost][rank](unit_bytes=1)),
+        ),
+        "stream": (
+            "budget_bytes: 2000 on rank 0, 1700 on rank 1",
+            lambda: tracked(streamed(budget=less)),
+        ),
+        "workers": (
+            "seed: 0 on rank 0, 1 on rank 1",
+            lambda: tracked(streamed(seed=rank), workers=2),
+        ),
+        "look_ahead": ("look_ahead: ", lambda: tracked(streamed(look_ahead=10**6 + rank))),
+        "epoch of a stream": (
+            "epoch: 0 on rank 0, 1 on rank 1",
+            lambda: tracked(at_epoch(streamed(), rank)),
+        ),
+        "plain": ("window: 64 on rank 0, 65 on rank 1", lambda: streamed(window=64 + rank)),
+        "agreed stream": ("", lambda: tracked(agreed(streamed, other_cost, mine))),
+        "same stream": ("", lambda: tracked(streamed(), workers=2)),
+        "out of order": ("", lambda: tracked(streamed(), workers=2, in_order=False)),
+        "of rank": (OTHERS, lambda: tracked(streamed(OfRank()))),
+        "of rank, workers": (OTHERS, lambda: tracked(streamed(OfRank()), workers=2)),
+        "of rank, plain": (OTHERS, lambda: streamed(OfRank())),
+        "crops": (OTHERS, lambda: tracked(streamed(transforms=[Crops()]), workers=1)),
+        "1 and 2 workers": (other_workers, lambda: tracked(streamed(), workers=1 + rank)),
+        "of shards": (other_workers, lambda: tracked(streamed(shards), workers=1 + rank)),
+        "of parts": (
+            other_workers,
+            lambda: tracked(streamed(part, batches_per_epoch=3), workers=1 + rank),
+        ),
+        "the host's look-ahead": (
+            "look_ahead: 250000000 on rank 0, 125000000 on rank 1",
+            lambda: tracked(streamed(budget=roomy), workers=1 + rank),
+        ),
+        "parts of a look-ahead": ("", lambda: tracked(streamed(**parts), workers=1)),
+        "with a worker and without": ("", lambda: tracked(streamed(shards), workers=rank)),
+        "equal at first": ("", lambda: tracked(loop, workers=1)),
+        "and then not": (
+            "the number of workers (at least 1): 2 on rank 0, 3 on rank 1",
+            lambda: tracked(loop, workers=2 + rank),
+        ),
+        "as before on one": (other_workers, lambda: tracked(loop, workers=1 + rank)),
     }
-    outcomes = {name: outcome(case) for name, case in cases.items()}
-    # Not only once: what differs is refused again. In inference mode, too.
-    twice = planned(window=64 + rank)
-    with torch.inference_mode():
-        outcomes["once"], outcomes["twice"] = outcome(lambda: twice), outcome(lambda: twice)
-    # Equal at first, and then not.
-    loop = streamed(shards)
-    list(tracked(loop, workers=1))
-    outcomes["stream, unequal later"] = outcome(lambda: tracked(loop, workers=2 + rank))
-    outcomes["stream, as before on one"] = outcome(lambda: tracked(loop, workers=1 + rank))
+    compared = {name: (told, outcome(case)) for name, (told, case) in cases.items()}
+    outcomes = {
+        "by hand": outcome(lambda: planned(budget=less, num_replicas=1, rank=0)),
+        "not agreed": outcome(lambda: agreed(planned, TOKENS, 2000 if rank else "much")),
+        "each its own": outcome(lambda: tracked(streamed(part, budget=less, batches_per_epoch=3))),
+    }
     # Once: a second loop needs no other rank.
     again = planned()
     list(again)
@@ -187,7 +216,7 @@ def compare() -> dict[str, Any]:
     if rank == 0:
         thread.start()
         thread.join()
-    return outcomes
+    return compared, outcomes
 
 
 def workers_of_ranks() -> list[Any]:
