@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchbudget.data.stream.run import stop_together
+from torchbudget.data.stream.dataset import stop_together
 
 from tests.support import samplers, streams
 from tests.support.resuming import as_json, as_pickle, check_every_stop, in_parts
