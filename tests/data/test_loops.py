@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchbudget.data.stream.dataset import stop_together
 
 from tests.support import samplers, streams
 from tests.support.resuming import as_json, as_pickle, check_every_stop, in_parts
 from tests.support.samplers import LENGTHS, counted, forks, sampler_of
 from tests.support.streams import SIZES
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.data.stream.dataset import stop_together
 from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
 
 pytestmark = [

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
+from tests.support.costs import measured
 from tests.support.masked_models import TakesMask, TakesNone
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
@@ -46,6 +47,14 @@ def ids(n: int) -> Tensor:
 
 def dicts(**fields: Callable[[int], Any]) -> list[dict[str, Any]]:
     return [{"ids": ids(n), **{k: make(n) for k, make in fields.items()}} for n in LENGTHS]
+
+
+def test_batches_of_slow_steps_are_as_planned() -> None:
+    """The most elements of a batch follow from the bytes, and not from the time of a step."""
+    seconds = (9.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # one for each element, and nine
+    cost = measured(tb.PaddedCost(unit_bytes=100), seconds=seconds, largest=(60,))
+    batches = [*loader(dicts(), cost, 50_000, samples_per_step=30)]
+    assert max(batch["ids"].numel() for batch in batches) > 60
 
 
 class Graph:

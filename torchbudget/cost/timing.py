@@ -24,8 +24,8 @@ from torchbudget.cost.protocol import FloatArray
 from torchbudget.cost.subject import Size, Subject
 from torchbudget.units import MAX_BYTES
 
-# Seconds that all of it may take, or this share of measuring, if that is more; or as long as the
-# fewest shapes take, which are the smallest, where runs for the bytes are the largest.
+# Seconds that all of it may take, or this share of measuring, if that is more; or as long as
+# enough shapes take. They are the smallest ones, while runs for the bytes are the largest.
 _SECONDS: Final = 3.0
 _SHARE: Final = 0.1
 # Each shape is stepped on once to warm up, and then so often, all shapes in turn, as in training: a
@@ -38,11 +38,13 @@ _SHARES: Final = (0.0, 0.003, 0.012, 0.05, 0.2)
 # Of the budget's rest, what one sample may take: perhaps no batch of its size has been run.
 _OF_ONE: Final = 0.5
 _LEAST_SHAPES: Final = 6  # of which two are held out, and four fitted
+_ENOUGH_SHAPES: Final = 9  # with six, a slow encoder was up to 657 % off, with nine 11 %
 _HELD_OUT: Final = 3  # every third shape only tells the error
 # Shares of the shapes below a knee. Above one, each byte may take longer: kernels that were begun
 # ahead are waited for, and caches are full. Without it, five kinds of steps took up to 8 % less
 # than predicted where they are short, and 8 % more where they are long.
 _KNEES: Final = (0.2, 0.4, 0.6, 0.8)
+_LEAST_ABOVE: Final = 3  # shapes, or a slope would follow from the noise of one
 _LEAST_TERM: Final = 1e-300  # of a term that no shape has
 _HELPS_NOT: Final = 1e-9  # of terms scaled to at most 1
 _MOST_JOINS: Final = 100
@@ -85,7 +87,7 @@ def timed(
             seconds_of(shape)  # what the first step compiles or begins comes once
         seconds = seconds_of(shape)
         is_late = (once_s + seconds) * (1 + _PASSES[0]) > left_s
-        if (is_late and len(shapes) >= _LEAST_SHAPES) or math.isinf(seconds):
+        if (is_late and len(shapes) >= _ENOUGH_SHAPES) or math.isinf(seconds):
             break
         shapes.append(shape)
         once_s += seconds
@@ -96,6 +98,7 @@ def timed(
     fitted = np.arange(len(shapes)) % _HELD_OUT != _HELD_OUT - 1
     known, bytes_above = _terms(cost, shapes)
     knees = np.quantile(bytes_above, _KNEES)
+    knees = knees[(bytes_above > knees[:, None]).sum(axis=1) >= _LEAST_ABOVE]
     choices = [np.column_stack([known, np.maximum(bytes_above - knee, 0)]) for knee in knees]
     held_out = _best([terms[fitted] for terms in choices], took[fitted])
     errors = choices[held_out[0]][~fitted] @ held_out[1] / took[~fitted] - 1

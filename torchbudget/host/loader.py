@@ -185,7 +185,7 @@ def loader(
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
         if isinstance(several, Alternatives):
             several.bind(sampler)
-        collate = _checked(batches, sampler.plan.rules)
+        collate = _checked(batches, sampler.plan.given)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
             chosen = loader_options(
@@ -500,7 +500,7 @@ def _summary(
 ) -> list[str]:
     """Lines about sizes, padding, cost, plan and host."""
     sizes, report = batches.sizes, sampler.report()
-    rules = replace(sampler.plan.rules, most_time=None)
+    rules = sampler.plan.given
     longest = sizes[batches.rounded().prod(axis=1).argmax()]
     median = np.median(sizes, axis=0).astype(np.int64)
     one, other = (

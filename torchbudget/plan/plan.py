@@ -98,6 +98,10 @@ class Plan:
         batches_per_epoch: micro-batches of an epoch on each rank. The data starts over where it
             ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
 
+    Attributes:
+        given: the rules that were given, without a cap on time.
+        rules: the same with the cap that was chosen, if there is one.
+
     Raises:
         OptionError: nothing would be left of an epoch.
     """
