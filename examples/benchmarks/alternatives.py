@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -109,15 +109,13 @@ def images(samples: int) -> Case:
     """Convolutions on images of any height and width."""
 
     def block(width: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1), nn.ReLU(),
-        )  # fmt: skip
+        layers = [[nn.Conv2d(width, width, 3, padding=1), nn.GELU()] for _ in range(3)]
+        return nn.Sequential(*chain.from_iterable(layers))
 
-    blocks = Switched([block(24) for _ in range(5)])
-    model = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), blocks, nn.Conv2d(24, 3, 3, padding=1))
-    height = lognormal(samples, 4.2, 0.5, 16, 384)
-    width = lognormal(samples + 1, 4.2, 0.5, 16, 384)[1:]
+    blocks = Switched([block(12) for _ in range(4)])
+    model = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), blocks, nn.Conv2d(12, 3, 3, padding=1))
+    height = lognormal(samples, 4.8, 0.5, 32, 512)
+    width = lognormal(samples + 1, 4.8, 0.5, 32, 512)[1:]
     data = [torch.randn(3, h, w) for h, w in zip(height.tolist(), width.tolist(), strict=True)]
 
     def loss(batch: Any) -> Tensor:

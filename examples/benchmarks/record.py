@@ -28,6 +28,7 @@ ALL = (
     "scatter",
     "plan_step",
     "least_time",
+    "alternatives",
     "packing",
     "several_axes",
     "several_limits",

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.support.streams import (
     SIZES,
@@ -23,7 +24,7 @@ from tests.support.streams import (
     tracked_loop,
     workers_of,
 )
-from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget import BudgetedIterableDataset, TableCost, transforms
 from torchbudget.data.stream.cursor import StreamState, WorkerSlot
 from torchbudget.errors import StateError, StateMismatchError
 
@@ -174,3 +175,29 @@ def test_a_state_of_many_workers_is_small() -> None:
     found = StreamState.of_plain(json.loads(json.dumps(plain)))
     assert (found.turn, [at[:-1] for at in found.cursors]) == (3, [at[:-1] for at in cursors])
     assert found.to_plain(seeks=False) == plain
+
+
+@pytest.mark.parametrize("samples", [7, 12])
+def test_the_rest_of_a_pass_that_ranks_cannot_share_is_dropped(samples: int) -> None:
+    """With `drop_last` the next pass begins without it, in a run that goes on there as well."""
+    sizes = [5, 3, 472, 4, 2, 427, 9, 30, 1, 1, 1, 8][-samples:]
+    cost = TableCost(numbers=(56, 2), sizes=((28,), (20000,)), peak_bytes=(1105, 189810))
+    ranks: dict[str, Any] = {"num_replicas": 5, "batches_per_epoch": 19, "drop_last": True}
+
+    def stream(rank: int) -> BudgetedIterableDataset:
+        options = {"cost": cost, "budget": 1_518_480, "window": 67}
+        return stream_of("map", sizes, **options, **ranks, rank=rank)
+
+    for rank in range(5):
+        whole = [*map(as_list, stream(rank))]
+        loop, states = stream(rank), []
+        for _ in loop.tracked(DataLoader(loop, batch_size=None)):
+            states.append(loop.state_dict())  # noqa: PERF401  (it moves with the loop)
+        for number, state in enumerate(states[:-1], 1):
+            again = stream(rank)
+            again.load_state_dict(state)
+            assert [*map(as_list, again)] == whole[number:]
+
+
+def as_list(batch: Any) -> Any:
+    return [tuple(map(int, sample)) for sample in batch]

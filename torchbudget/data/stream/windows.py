@@ -501,9 +501,14 @@ class StreamWindows:
                     self._return_memory(reader)
                 waiting.samples += samples
                 waiting.places += [position + 1] * len(samples)
-        part = self._dealt(waiting, stop, self._after(reader, waiting.window))
+        following = self._after(reader, waiting.window)
+        part = self._dealt(waiting, stop, following)
         if part is not None:
             yield part
+        if waiting.samples and self._endless and self._options.drop_last and not following.start:
+            # The ranks cannot share them. In the next pass, whose beginning is a place to resume
+            # from, nobody would know of them.
+            waiting.drop(len(waiting.samples), following)
 
     def _return_memory(self, reader: Reader) -> None:
         """Give free memory back to the system, after reading as many bytes as it may keep."""
