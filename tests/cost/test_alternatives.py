@@ -120,6 +120,18 @@ def test_a_shape_of_two_axes(n: int) -> None:
     assert ShapeReader.of(make, one_width).shape_of(make((n, 32, 24))) == (n, 32, 24)
 
 
+def test_cropped_batches_are_refused() -> None:
+    """Their sizes are shown by small ones alone: the longest would be taken for shorter ones."""
+    model = nn.Linear(1, 1)
+    step = alternatives(lambda x: model(x).sum(), model)
+
+    def make_batch(n: int, length: int) -> Tensor:
+        return torch.zeros(n, min(length, 512))
+
+    with pytest.raises(CostError, match=r"\(1, 4096\) looks like one of \(1, 512\)"):
+        measure_cost(step, make_batch, max_size=4096, min_size=8, method="trace")
+
+
 def test_batches_without_a_shape_are_refused() -> None:
     shapes = [(3, 8), (5, 40), (3, 41)]
     for make in (

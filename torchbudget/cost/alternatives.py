@@ -124,12 +124,17 @@ def reader_of(subject: Subject) -> ShapeReader:
     Raises:
         CostError: they cannot be.
     """
+    largest: Shape = subject.domain.occurring((1, *subject.domain.between(1.0)))
     try:
-        return ShapeReader.of(subject.batch, subject.domain.recipe_shapes())
+        reader = ShapeReader.of(subject.batch, subject.domain.recipe_shapes())
+        read = reader.shape_of(subject.batch(largest))
+        if any(one < size for one, size in zip(read, largest, strict=True)):  # it is cropped
+            raise UntraceableError(f"a batch of the shape {largest} looks like one of {read}")
     except UntraceableError as error:
         raise CostError(
             f"alternatives choose a way by the shape of a batch, which cannot be read: {error}"
         ) from error
+    return reader
 
 
 def check_same_gradients(step: Alternatives, subject: Subject) -> None:

@@ -501,7 +501,7 @@ class WaysCost(MeasuredCost):
         return int(self.way(n, size if self.axes > 1 else size[0]))
 
     @cached_property
-    def taken(self) -> OfWays:
+    def taken(self) -> CostModel:
         """The bytes of batches in the way that they are made in."""
         return OfWays(self, is_time=False)
 
