@@ -35,6 +35,9 @@ _PASSES: Final = (2, 5)
 # batches of them take beside one sample. Batches that take the least time are small.
 _PLACES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SHARES: Final = (0.0, 0.003, 0.012, 0.05, 0.2)
+# The same, of a budget with room for so few samples that those give too few shapes.
+_MORE_PLACES: Final = (*np.linspace(0, 1, 17).tolist(),)
+_MORE_SHARES: Final = (0.0, 0.05, 0.1, 0.2, 0.4)
 # Of the budget's rest, what one sample may take: perhaps no batch of its size has been run.
 _OF_ONE: Final = 0.5
 _LEAST_SHAPES: Final = 6  # of which two are held out, and four fitted
@@ -112,15 +115,19 @@ def timed(
 
 def _shapes(cost: MeasuredCost, subject: Subject, room: int) -> list[tuple[int, Size]]:
     """Shapes from one sample of the smallest size on, by their bytes."""
-    sizes = list(dict.fromkeys(map(subject.domain.between, _PLACES)))
-    asked = np.array(sizes)[:, 0] if cost.axes == 1 else np.array(sizes)
-    ones = cost.batch_bytes(1, asked)
-    least, found = int(ones.min()), {}
-    for size, each, one in zip(sizes, asked, ones.tolist(), strict=True):
-        for share in _SHARES if one <= least + _OF_ONE * (room - least) else ():
-            amount = max(one, int(least + share * (room - least)))
-            n = min(int(cost.capacity(each, amount)), subject.most_samples(size))
-            found[n, size] = int(cost.batch_bytes(n, each))
+    found: dict[tuple[int, Size], int] = {}
+    for places, shares in ((_PLACES, _SHARES), (_MORE_PLACES, _MORE_SHARES)):
+        sizes = list(dict.fromkeys(map(subject.domain.between, places)))
+        asked = np.array(sizes)[:, 0] if cost.axes == 1 else np.array(sizes)
+        ones = cost.batch_bytes(1, asked)
+        least = int(ones.min())
+        for size, each, one in zip(sizes, asked, ones.tolist(), strict=True):
+            for share in shares if one <= least + _OF_ONE * (room - least) else ():
+                amount = max(one, int(least + share * (room - least)))
+                n = min(int(cost.capacity(each, amount)), subject.most_samples(size))
+                found[n, size] = int(cost.batch_bytes(n, each))
+        if len(found) >= _ENOUGH_SHAPES:
+            break
     return sorted(found, key=lambda shape: (found[shape], shape))
 
 
