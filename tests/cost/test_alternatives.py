@@ -16,15 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests.support.costs import READER, measured, two_ways, way
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from torchbudget import (
     BudgetedIterableDataset,
+    GradAccumulator,
     MemoryBudgetBatchSampler,
     PadCollate,
     alternatives,
+    fit,
     load_cost,
     measure_cost,
     plan_step,
@@ -36,6 +40,7 @@ from torchbudget.cost.measured import MeasuredCost, WaysCost
 from torchbudget.errors import BatchError, CostError, MeasureWarning, OptionError
 
 SIZES = np.array([1, 3, 10, 99, 500])
+SHAPES = [(3, 8), (5, 40), (3, 41), (5, 9)]  # from which shapes of batches are learned
 
 costs = st.builds(
     way,
@@ -102,7 +107,7 @@ BATCHES: dict[str, Callable[[int, int], Any]] = {
 @given(n=st.integers(1, 70), length=st.integers(1, 900))
 def test_a_shape_is_read_off_a_batch(make: Callable[[int, int], Any], n: int, length: int) -> None:
     """Of sizes that make the same tensors, it is the largest."""
-    reader = ShapeReader.of(lambda shape: make(*shape), [(3, 8), (5, 40), (3, 41), (5, 9)])
+    reader = ShapeReader.of(lambda shape: make(*shape), SHAPES)
     rows, size = reader.shape_of(make(n, length))
     assert rows == n
     assert length <= size < length + (4 if isinstance(make(1, 1), dict) else 1)
@@ -356,6 +361,56 @@ def test_a_report_has_each_way(tmp_path: Path) -> None:
     assert len(cost.errors()) == len(cost.probes)
     cost.save(tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json").report() == text
+
+
+# ---------------------------------------------------------------------- whole trainings
+
+
+class Switched(nn.Module):
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(1, 8, bias=False), nn.GELU(), nn.Linear(8, 1))
+        self.seen: list[tuple[int, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((x.numel(), self.recomputes))
+        run = partial(checkpoint, self.inner, use_reentrant=False)
+        out: Tensor = run(x[..., None]) if self.recomputes else self.inner(x[..., None])
+        return out
+
+
+def fitted(chooses: bool) -> Switched:
+    """A model that `fit` has trained; its criterion asks which way a batch takes."""
+    lengths = [80, 3, 40, 9, 60, 5, 70, 12]
+    data: Any = [torch.arange(float(n)) / n for n in lengths]
+    reader = ShapeReader.of(lambda shape: PadCollate()([torch.ones(shape[1])] * shape[0]), SHAPES)
+    cost = WaysCost.of(two_ways().ways, reader)
+    sampler = MemoryBudgetBatchSampler(lengths, cost, 6000, samples_per_step=4)
+    step = alternatives(len, len)
+    step.bind(sampler)
+    model = Switched().double()
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=sampler)
+
+    def criterion(model: Any, batch: Any) -> Tensor:
+        model.recomputes = chooses and step.choose(batch) == 1
+        out = model(batch.data.double())[..., 0]
+        loss: Tensor = torch.where(batch.mask, out, 0).square().sum()
+        return loss
+
+    loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=PadCollate())
+    fit(model, loader, criterion, accumulator, epochs=2, progress=False)
+    return model
+
+
+def test_fit_takes_the_way_that_its_criterion_chooses() -> None:
+    model, plain = fitted(chooses=True), fitted(chooses=False)
+    assert {recomputed for _, recomputed in model.seen} == {False, True}
+    assert all(recomputed == (1000 + 100 * numel > 6000) for numel, recomputed in model.seen)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- ranks
