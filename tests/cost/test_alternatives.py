@@ -38,6 +38,7 @@ from torchbudget.cost.batch_recipe import ShapeReader
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.measured import MeasuredCost, WaysCost
 from torchbudget.errors import BatchError, CostError, MeasureWarning, OptionError
+from torchbudget.machine.peaks import Peak
 
 SIZES = np.array([1, 3, 10, 99, 500])
 SHAPES = [(3, 8), (5, 40), (3, 41), (5, 9)]  # from which shapes of batches are learned
@@ -359,6 +360,8 @@ def test_a_report_has_each_way(tmp_path: Path) -> None:
     assert "way 0" in text
     assert "way 1" in str(cost)
     assert len(cost.errors()) == len(cost.probes)
+    cost.observe(1, 8, Peak(retries=3))
+    assert "3 allocations succeeded only after" in cost.report()
     cost.save(tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json").report() == text
 

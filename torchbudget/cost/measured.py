@@ -399,13 +399,18 @@ class MeasuredCost:
             lines.append(f"under {format_bytes(self.room)}: {'; '.join(counts)}")
         lines += [f"{name}: {value}" for name, value in self.measured_on.items()]
         lines += [f"note: {note}" for note in self.notes]
-        if self._observed.retries:
-            lines.append(
-                f"note: in training, {self._observed.retries:,} allocations succeeded only after "
-                "the allocator's cache was flushed, which takes time; call configure_allocators() "
-                "for expandable segments, or lower the budget"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._retries()])
+
+    def _retries(self) -> list[str]:
+        """A line of the report on allocations that did not succeed at once, if there were any."""
+        if not self._observed.retries:
+            return []
+        note = (
+            f"note: in training, {self._observed.retries:,} allocations succeeded only after the "
+            "allocator's cache was flushed, which takes time; call configure_allocators() for "
+            "expandable segments, or lower the budget"
+        )
+        return [note]
 
     def _rests_on(self) -> str:
         found = []
@@ -555,7 +560,8 @@ class WaysCost(MeasuredCost):
 
     def report(self) -> str:
         """Report each way as `MeasuredCost.report` does."""
-        return "\n\n".join(f"way {k}\n{one.report()}" for k, one in enumerate(self.ways))
+        each = (f"way {k}\n{one.report()}" for k, one in enumerate(self.ways))
+        return "\n\n".join([*each, *self._retries()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
