@@ -486,9 +486,13 @@ class WaysCost(MeasuredCost):
         return self if budget == self.budget else replace(self, budget=budget)
 
     def way(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """The way that batches are made in: the fastest that fits, else the last of least bytes."""
+        """The way that batches are made in: the fastest that fits, else the last of least bytes.
+
+        It fits with the margin that batches are planned with by now, as after `replan`.
+        """
         needed = np.stack([one.batch_bytes(n, padded_size) for one in self.ways])
-        fits = needed <= self.budget
+        margin = max(self._observed.planned_margin, self.margin)
+        fits = needed * ((1 + margin) / (1 + self.margin)) <= self.budget
         times = np.arange(len(self.ways)).reshape(-1, *[1] * (needed.ndim - 1))  # without a time
         if self.seconds is not None:
             times = np.stack([one.time.batch_bytes(n, padded_size) for one in self.ways])

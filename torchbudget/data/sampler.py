@@ -108,6 +108,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         rank: rank of this process. Default: its rank in `torch.distributed`, else 0.
 
     Attributes:
+        cost: the cost that batches are planned by.
         size_multiple: padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads
             it, and the shapes.
         shapes: pairs (n, L) of rows and padded length, the longest first; empty without
@@ -204,6 +205,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                 "which keeps each unit in one micro-batch, and leave drop_last out"
             )
         rules = fitted(rules, table.values, order.skipped)
+        self.cost: Any = rules.cost
         self.size_multiple, self.shapes = rules.size_multiple, rules.shapes
         self._ranks, self._max_shapes, self.keeps_units = ranks, max_shapes, order.labels.whole
         self._order = order_identity(order, table.fingerprint)
@@ -251,11 +253,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._place = Cursor.decode(self._loaded, self._order, plan)
         self._plan, self._length = plan, None
         return plan
-
-    @property
-    def cost(self) -> Any:
-        """The cost that batches are planned by, with the margin of the last `replan`."""
-        return self._plan.rules.cost
 
     def __repr__(self) -> str:
         rules, place = self._plan.rules, f"epoch {self.epoch}, rank {self.rank}"
