@@ -11,12 +11,24 @@ Command: PYTHONPATH=.:examples python examples/benchmarks/alternatives.py [--sam
 
 Hardware: 2 cores of an AMD EPYC, one thread, Python 3.11, torch 2.13.0 CPU.
 
-`recomputed` counts the micro-batches that were, of `micro-batches`; `of always` are those of the
-other run. `seconds` are those of the micro-batches without the optimizer's step; `always / it` are
-those of the run that always recomputes, divided by them. `peak / budget` is the highest peak of the
-process in a micro-batch. `plain` says whether all samples fit in the plain way. `gradient off`
-compares the gradients of the last step with those of the other run, in float32; convolutions see
-the padding, which the two runs have in other places.
+    kind                     plain   budget  cut into  again  always  seconds  speed   peak
+    text                        no  459 MiB        23      1      14      2.5   1.32  0.936
+    encoder of transformers     no  600 MiB        26      1      22      6.0   1.40  0.981
+    images, two axes            no  536 MiB        44      4      45     15.8   1.13  0.996
+    text: it / always, in speed ≤ 1: 0.94735, holds
+    encoder of transformers: it / always, in speed ≤ 1: 0.81967, holds
+    images, two axes: it / always, in speed ≤ 1: 1.01636, DOES NOT HOLD
+    peak / budget ≤ 1: 0.99568, holds
+
+The arguments of these runs: `--samples 48 --steps 1`; that on images was one of its own. The bars
+are a speed of 1.25 times that of the other run on text, and of 1.15 times elsewhere.
+
+`cut into` counts the micro-batches, of which those `again` were recomputed; `always` are those of
+the other run. `seconds` are those of the micro-batches without the optimizer's step; `speed` are
+the seconds of the run that always recomputes, divided by them. `peak` is the highest peak of the
+process in a micro-batch, as a share of the budget. `plain` says whether all samples fit in the
+plain way. The gradients of the last step on text must be those of the other run, to 1e-5; dropout
+draws other numbers there, and convolutions see padding, which is in other places.
 """
 
 from __future__ import annotations
@@ -51,7 +63,7 @@ class Case:
     loss: Callable[[Any], Tensor]
     model: nn.Module
     switch: Callable[[bool], object]
-    is_exact: bool = True  # padding has no gradient
+    is_exact: bool = True  # the gradient does not depend on the cut
 
 
 class Switched(nn.Module):
@@ -103,7 +115,7 @@ def encoder(samples: int) -> Case:
         losses = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none")
         return (losses * mask.flatten()).sum()
 
-    return Case(data, loss, model, switch)
+    return Case(data, loss, model, switch, is_exact=False)
 
 
 def images(samples: int) -> Case:
@@ -183,12 +195,13 @@ def measured(name: str, samples: int, steps: int) -> dict[str, Any]:
             gradients[title] = [one.grad for one in case.model.parameters()]
             optimizer.zero_grad()
     off = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients.values(), strict=True))
+    assert off < 1e-5 or not case.is_exact, off
     return {
         "kind": name, "plain": fits, "budget": tb.format_bytes(budget),
-        "micro-batches": counts["either"], "recomputed": counts["again"],
-        "of always": counts["always"], "seconds": seconds["either"],
-        "always / it": seconds["always"] / seconds["either"],
-        "peak / budget": max(peaks) / budget, "gradient off": f"{off:.0e}" if case.is_exact else "",
+        "cut into": counts["either"], "again": counts["again"],
+        "always": counts["always"], "seconds": seconds["either"],
+        "speed": seconds["always"] / seconds["either"],
+        "peak": max(peaks) / budget,
     }  # fmt: skip
 
 
@@ -205,9 +218,8 @@ def main() -> None:
         print(json.dumps(measured(options.one, options.samples, options.steps)))
         return
     formats = {
-        "kind": "", "plain": "", "budget": "", "micro-batches": "d", "recomputed": "d",
-        "of always": "d", "seconds": ".1f", "always / it": ".2f", "peak / budget": ".3f",
-        "gradient off": "",
+        "kind": "", "plain": "", "budget": "", "cut into": "d", "again": "d",
+        "always": "d", "seconds": ".1f", "speed": ".2f", "peak": ".3f",
     }  # fmt: skip
     results = Results(formats)
     for name in CASES:
@@ -218,8 +230,8 @@ def main() -> None:
             results.row(**json.loads(found.stdout.splitlines()[-1]))
     for row in results.rows:
         bar = 1.25 if row["kind"] == "text" else 1.15
-        results.bar(f"{row['kind']}: it / always, in speed", bar / row["always / it"], 1.0)
-    results.bar("peak / budget", max(row["peak / budget"] for row in results.rows), 1.0)
+        results.bar(f"{row['kind']}: it / always, in speed", bar / row["speed"], 1.0)
+    results.bar("peak / budget", max(row["peak"] for row in results.rows), 1.0)
     results.finish(options.json)
 
 
