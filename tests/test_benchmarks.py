@@ -23,7 +23,7 @@ TINY = {
     "fairness": "--samples 4096 --epochs 1",
     "scatter": "--samples 4096",
     "plan_step": "--samples 512 --seeds 1",
-    "alternatives": "--samples 24 --steps 1 --models images",
+    "alternatives": "--samples 48 --steps 1 --models images",
     "least_time": "--samples 64 --turns 1 --models encoder",
     "packing": "--samples 2000 --peer-samples 300 --repetitions 1",
     "several_axes": "--samples 600 --window 512",
