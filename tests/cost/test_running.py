@@ -294,8 +294,9 @@ def measured_in(clock: Clock, seconds_of: Any, **options: Any) -> MeasuredCost:
         lambda n, length: 1e-3 + 2e-6 * n * length,
         lambda n, length: 1e-4 + 1e-5 * length + 1e-6 * n * length,  # turns along the size
         lambda _n, _length: 5e-3,
+        lambda _n, _length: 5.0,  # of which few fit the seconds of timing
     ],
-    ids=["elements", "turns", "nothing"],
+    ids=["elements", "turns", "nothing", "seconds each"],
 )
 def test_a_time_of_known_terms_is_found(seconds_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At shapes that were not timed, too; without the seconds of the optimizer."""
