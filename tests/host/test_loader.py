@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
-from tests.support.costs import measured
+from tests.support.costs import READER, measured, two_ways, way
 from tests.support.masked_models import TakesMask, TakesNone
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.steps import step_of
 from torchbudget import loader, predict
+from torchbudget.cost.measured import WaysCost
 from torchbudget.errors import (
     BatchError,
     BudgetError,
@@ -249,6 +250,27 @@ def test_a_cache_keeps_a_cost_for_each_description(
     assert len(json.loads(path.read_text())) == 2  # measured again in place of the former
     path.write_text("[]")
     assert f"{path} is not used: {path} is not a saved cost" in printed("2GiB")
+
+
+def test_a_cache_keeps_the_cost_of_alternatives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one cost; of more ways, or of one, it is another."""
+    measurements: list[Any] = []
+
+    def measure(measured_step: Any, *_: Any, **__: Any) -> Any:
+        measurements.append(measured_step)
+        ways = getattr(measured_step, "ways", [])
+        return WaysCost.of([way(100, 1e-3, 1e-5) for _ in ways], READER) if ways else two_ways()
+
+    monkeypatch.setattr(loaders, "measure_cost", measure)
+    monkeypatch.setattr(loaders, "why_not", lambda *_: "")
+    options: Any = {"samples_per_step": 30, "cost_cache": tmp_path / "cost.json"}
+    two, three = (tb.alternatives(*[step] * number) for number in (2, 3))
+    for one, number in ((two, 1), (two, 1), (three, 2), (two, 2), (step, 3)):
+        found = loader(dicts(), one, 200_000, **options).batch_sampler
+        assert len(measurements) == number
+        assert len(found.cost.ways) == (3 if one is three else 2)  # type: ignore[union-attr]
 
 
 class Tokenizer:

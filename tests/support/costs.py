@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, combinations
 from typing import Any
 
@@ -85,4 +86,4 @@ def two_ways(budget: int = 100_000, *, axes: int = 2, **options: Any) -> WaysCos
         options: of both costs.
     """
     ways = way(100, 1e-3, 1e-5, **options), way(20, 1e-3, 1.4e-5, **options)
-    return WaysCost.of(ways, READER._replace(dims=(axes,))).under(budget)
+    return replace(WaysCost.of(ways, READER._replace(dims=(axes,))), budget=budget)

@@ -447,9 +447,9 @@ class MeasuredCost:
 class WaysCost(MeasuredCost):
     """The cost of a step that is made in several ways: see `torchbudget.alternatives`.
 
-    Its bytes are the least of its ways', and its capacity the greatest. `under` a budget it also
-    knows which way a batch is made in, and its time. Where steps were not timed, as forwards of few
-    samples, the first way that fits counts as the fastest.
+    Its bytes are the least of its ways', and its capacity the greatest. Its time is that of the
+    fastest way that fits the budget. Where steps were not timed, as forwards of few samples, the
+    first way that fits counts as the fastest.
 
     Attributes:
         ways: costs of the ways, all with one margin.
@@ -480,10 +480,6 @@ class WaysCost(MeasuredCost):
             budget=first.room or 0,
             **{name: getattr(first, name) for name in same},
         )
-
-    def under(self, budget: int) -> WaysCost:
-        """This cost, with ways that are chosen under a budget in bytes."""
-        return self if budget == self.budget else replace(self, budget=budget)
 
     def way(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """The way that batches are made in: the fastest that fits, else the last of least bytes.

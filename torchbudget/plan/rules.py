@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Any, Final
@@ -127,7 +127,7 @@ class BatchRules:
         for name in ("size_multiple", "batch_size_multiple"):
             object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
         if isinstance(self.cost, WaysCost):
-            object.__setattr__(self, "cost", self.cost.under(self.budget_bytes))
+            object.__setattr__(self, "cost", replace(self.cost, budget=self.budget_bytes))
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
         limits = [Limit("cost", self.cost, self.budget_bytes)]
         if self.max_batch_size is not None:
