@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +60,7 @@ def test_the_fastest_way_that_fits_is_taken(
     ways: list[MeasuredCost], budget: int, amount_ns: int
 ) -> None:
     """Bytes are the least, the capacity is the greatest, and both agree with what is taken."""
-    cost = replace(WaysCost.of(ways, READER), budget=budget)
+    cost = replace(WaysCost.of(ways, READER), room=budget)
     n = np.arange(1, 40)[:, None]
     needed = np.stack([one.batch_bytes(n, SIZES) for one in cost.ways])
     times = np.stack([one.time.batch_bytes(n, SIZES) for one in cost.ways])
@@ -71,7 +72,7 @@ def test_the_fastest_way_that_fits_is_taken(
             assert taken[place] == min(fitting, key=lambda k: times[(k, *place)])
         else:
             assert needed[(taken[place], *place)] == needed[(slice(None), *place)].min()
-        assert cost.taken.batch_bytes(n, SIZES)[place] == needed[(taken[place], *place)]
+        assert cost.chosen.batch_bytes(n, SIZES)[place] == needed[(taken[place], *place)]
         assert cost.time.batch_bytes(n, SIZES)[place] == times[(taken[place], *place)]
     fits = cost.batch_bytes(n, SIZES) <= budget
     assert ((cost.capacity(SIZES, budget) >= n) == fits).all()
@@ -88,7 +89,7 @@ def test_a_saved_cost_is_the_same(tmp_path: Path) -> None:
     for same in (load_cost(path), pickle.loads(pickle.dumps(cost))):  # noqa: S301
         assert isinstance(same, WaysCost)
         assert same.reader == cost.reader
-        assert (same.taken.batch_bytes(7, SIZES) == cost.taken.batch_bytes(7, SIZES)).all()
+        assert (same.chosen.batch_bytes(7, SIZES) == cost.chosen.batch_bytes(7, SIZES)).all()
         assert (same.time.batch_bytes(7, SIZES) == cost.time.batch_bytes(7, SIZES)).all()
 
 
@@ -145,7 +146,9 @@ def test_batches_without_a_shape_are_refused() -> None:
         lambda shape: [torch.zeros(shape[1])] * shape[0],  # a list of n
         lambda shape: torch.zeros(shape[0] * shape[1]),  # packed
     ):
-        with pytest.raises(UntraceableError, match=r"structure changes|shows how many"):
+        with pytest.raises(
+            UntraceableError, match=r"structure changes|follows from its number of samples alone"
+        ):
             ShapeReader.of(make, shapes)
     with pytest.raises(BatchError, match="let make_batch make batches as the loader does"):
         READER.shape_of({"ids": torch.zeros(2, 5), "mask": torch.zeros(2, 5)})
@@ -164,7 +167,7 @@ def test_a_step_takes_each_sample_once_and_no_batch_exceeds_the_budget() -> None
     batches = [*sampler]
     assert sorted(i for batch in batches for i in batch) == [*range(600)]
     shapes = [(len(batch), sizes[batch].max()) for batch in batches]
-    taken = [int(sampler.cost.taken.batch_bytes(*shape)) for shape in shapes]
+    taken = [int(sampler.cost.chosen.batch_bytes(*shape)) for shape in shapes]
     ways = [int(sampler.cost.way(*shape)) for shape in shapes]
     assert max(taken) <= 40_000
     assert {0, 1} == set(ways)
@@ -181,7 +184,7 @@ def test_a_larger_margin_changes_the_ways_and_their_time() -> None:
     sampler = MemoryBudgetBatchSampler(sizes, cost, 40_000, samples_per_step=200)
     n, size = 4, 95
     before = int(sampler.plan.rules.work.batch_bytes(n, size))
-    predicted = int(sampler.cost.taken.batch_bytes(n, size))
+    predicted = int(sampler.cost.chosen.batch_bytes(n, size))
     assert predicted == int(cost.ways[0].batch_bytes(n, size))
     sampler.cost.observe(n, size, predicted)  # plain, and as predicted: no surprise
     assert sampler.replan() == 0
@@ -207,12 +210,16 @@ def test_ways_are_chosen_under_the_budget_of_the_plan() -> None:
     plan = plan_step([95] * 64, cost, 40_000)
     step.bind(plan)
     assert step(batch) == 0
+    # A time that is passed is one under the plan's budget as well.
+    passed = plan_step([95] * 64, cost, 30_000, time=cost.time).micro_batches
+    assert passed == plan_step([95] * 64, cost, 30_000).micro_batches
     assert step(torch.zeros(99, 8000)) == 1  # as with oversize="alone"
 
 
 def test_full_batches_are_refused() -> None:
     """Where each batch is a step; with given shapes; and without a time to choose by."""
     cost = two_ways()
+    untimed = WaysCost.of([replace(one, seconds=None) for one in cost.ways], READER)
     refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (OptionError, "samples are given", lambda: [*MemoryBudgetBatchSampler([5], cost, 10**5)]),
         (
@@ -221,16 +228,13 @@ def test_full_batches_are_refused() -> None:
             lambda: BudgetedIterableDataset([torch.zeros(3)], cost, 10**5),
         ),
         (OptionError, "max_shapes is for", lambda: plan_step([5, 6], cost, 10**5, max_shapes=2)),
-        (CostError, "has no time", lambda: plan_step([5, 6], without_time(cost), 10**5)),
+        (CostError, "has no time", lambda: plan_step([5, 6], untimed, 10**5)),
+        (CostError, "has no time", lambda: untimed.time),
         (CostError, "padded batches", cost.packed),
     ]
     for error, message, call in refused:
         with pytest.raises(error, match=message):
             call()
-
-
-def without_time(cost: WaysCost) -> WaysCost:
-    return WaysCost.of([replace(one, seconds=None) for one in cost.ways], READER)
 
 
 def test_what_is_no_alternative_is_refused() -> None:
@@ -352,6 +356,29 @@ def test_ways_of_other_gradients_are_refused(one: Any, other: Any, are_alike: bo
         made_with(0, one=one, other=other)
 
 
+@torch.no_grad()
+def test_forwards_are_compared_by_what_they_return() -> None:
+    """Also inside an object; without any tensor they cannot be compared."""
+    model = nn.Linear(1, 1)
+
+    def compared(*factors: float | None) -> object:
+        def forward_of(factor: float | None) -> Callable[[Tensor], Any]:
+            def forward(x: Tensor) -> Any:
+                out = model(x[..., None])
+                return SimpleNamespace(out=factor * out) if factor else out.sum().item()
+
+            return forward
+
+        step = alternatives(*map(forward_of, factors))
+        with patch.object(measure, "_cost_of", lambda *_: way(1, 1.0, 1.0)):
+            return measure_cost(step, torch.ones, max_size=64, min_size=8, budget="2GiB")
+
+    compared(1.0, 1.0)
+    for factors, message in (((1.0, 1.5), "gives another"), ((None, None), "cannot be compared")):
+        with pytest.raises(CostError, match=message):
+            compared(*factors)
+
+
 def test_a_report_has_each_way(tmp_path: Path) -> None:
     cost = made_with(1, one=whole, other=chunked)
     assert cost.measured_on["checkpointing"] == "in 2 ways"
@@ -364,6 +391,9 @@ def test_a_report_has_each_way(tmp_path: Path) -> None:
     assert "3 allocations succeeded only after" in cost.report()
     cost.save(tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json").report() == text
+    with pytest.warns(MeasureWarning):
+        cost.observe(1, 8, 10**9)
+    assert "before training steps were observed" in cost.with_observed_margin().report()
 
 
 # ---------------------------------------------------------------------- whole trainings

@@ -86,4 +86,4 @@ def two_ways(budget: int = 100_000, *, axes: int = 2, **options: Any) -> WaysCos
         options: of both costs.
     """
     ways = way(100, 1e-3, 1e-5, **options), way(20, 1e-3, 1.4e-5, **options)
-    return replace(WaysCost.of(ways, READER._replace(dims=(axes,))), budget=budget)
+    return replace(WaysCost.of(ways, READER._replace(dims=(axes,))), room=budget)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.cost.agree import joined_ranks
-from torchbudget.cost.batch_recipe import Shape, ShapeReader
+from torchbudget.cost.batch_recipe import Shape, ShapeReader, leaves_of
 from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.measured import WaysCost
 from torchbudget.cost.subject import Subject
@@ -23,7 +23,7 @@ from torchbudget.distributed import plain_parts
 from torchbudget.errors import CostError, OptionError
 from torchbudget.restoring import TrainingState
 
-# Samples of the batch that gradients are compared on: of three, a loss in chunks has unequal ones.
+# Samples in the batch that is compared: three, so that a loss in chunks of two gets unequal ones.
 _COMPARED: Final = 3
 
 
@@ -56,7 +56,7 @@ class Alternatives:
 
         Raises:
             OptionError: no plan was bound.
-            BatchError: the batch has other tensors than those that were measured.
+            BatchError: the batch has other numbers of tensors, or of axes, than `make_batch` made.
         """
         if self._planned is None:
             raise OptionError(
@@ -82,16 +82,17 @@ class Alternatives:
 def alternatives(*ways: Callable[[Any], Any]) -> Alternatives:
     """Make one step of several ways to make it, such as with and without recomputing activations.
 
-    `measure_cost` and `loader` measure each way. Batches are then planned by the way of the least
-    bytes, and by the time of the fastest way that fits. Each batch is made in that one. So batches
-    that fit are not slowed down for the sake of those that would not.
+    `measure_cost` and `loader` measure each way. A plan counts the least bytes of any way, and the
+    time of the fastest way that fits. Each batch is then made in that fastest way, so batches that
+    fit in it are not slowed down for the sake of those that do not.
 
-    All ways must give the same gradient. Measuring compares them once, on a batch of up to three
-    of the smallest samples, with the same random numbers.
+    All ways must give the same gradient. Measuring compares the gradients once, on three samples
+    of the smallest size, with the same random numbers; but not with `method="trace"`, which
+    computes no values.
 
-    It needs steps whose samples are given, as with `samples_per_step`, in `plan_step` and in
-    `predict`: where each batch is a step, batches are as full as fits, and the way that holds most
-    would always be taken. It needs padded batches, whose tensors show their shape.
+    Alternatives need steps whose samples are given, as with `samples_per_step`, in `plan_step` and
+    in `predict`. Where each batch is a step, it is as full as fits, and so full it fits only in the
+    way of the least bytes. They need padded batches, whose tensors show their shape.
 
     Args:
         ways: functions of a batch, the fastest one first. Each makes the whole step, and begins
@@ -108,7 +109,7 @@ def alternatives(*ways: Callable[[Any], Any]) -> Alternatives:
 
 
 def reader_of(subject: Subject) -> ShapeReader:
-    """How the shapes of batches are read.
+    """The reader of shapes of the batches that `make_batch` makes.
 
     Raises:
         CostError: they cannot be.
@@ -127,11 +128,10 @@ def reader_of(subject: Subject) -> ShapeReader:
 
 
 def check_same_gradients(step: Alternatives, subject: Subject) -> None:
-    """Compare what the ways make of one small batch.
+    """Compare the gradients of the ways on one small batch; of forwards, what they return.
 
     Raises:
-        CostError: their gradients at the optimizer's step, or without any, what they return, differ
-            by more than the rounding of the coarsest floating-point type in the first way.
+        CostError: they differ by more than `_Coarsest.allows`; or there is nothing to compare.
     """
     shape: Shape = subject.domain.occurring((_COMPARED, *subject.domain.between(0.0)))
     batch, coarsest = subject.batch(shape), _Coarsest()
@@ -143,12 +143,15 @@ def check_same_gradients(step: Alternatives, subject: Subject) -> None:
     if max(joined_ranks(subject.state).gather_objects(other)):
         raise CostError(
             f"way {other} of alternatives gives another gradient than way 0, on a batch of shape "
-            f"{shape}: all ways must make the same step, in other bytes and another time"
+            f"{shape}: all ways must make the same step, and differ in bytes and time alone"
         )
 
 
 def _gradients(way: Callable[[Any], Any], batch: Any, state: TrainingState) -> list[Tensor]:
-    """Gradients before the optimizers step; without any, what the way returns. On the host."""
+    """Gradients at the steps of optimizers, else those that are left; if all are 0, the outputs.
+
+    Copies on the host.
+    """
     found: list[Tensor] = []
 
     def keep(values: Iterable[Any]) -> None:
@@ -167,12 +170,18 @@ def _gradients(way: Callable[[Any], Any], batch: Any, state: TrainingState) -> l
     if not found:
         keep(p.grad for p in state.parameters())
     if not any(map(torch.count_nonzero, found)):
-        keep(one for one in tree_leaves(returned) if isinstance(one, Tensor))
+        outputs = [one for one in leaves_of(returned) if isinstance(one, Tensor)]
+        if not outputs:
+            raise CostError(
+                "ways of alternatives cannot be compared: on a small batch they made no gradients, "
+                "and returned no tensors; let a forward return its outputs"
+            )
+        keep(outputs)
     return found
 
 
 class _Coarsest(TorchDispatchMode):
-    """Sees the precision of the coarsest floating-point type of any result."""
+    """Records the precision of the coarsest floating-point type of any result."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -186,7 +195,7 @@ class _Coarsest(TorchDispatchMode):
         return result
 
     def allows(self, values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        """Whether values differ by no more than rounding.
+        """Whether values agree to the root of the precision, and to the rounding of all together.
 
         With another kernel of attention, gradients were off by 4e-7 of their norms in float32, and
         by 6e-3 in bfloat16, which is 1e-3 and 0.07 of the root of the precision. The bias of keys,

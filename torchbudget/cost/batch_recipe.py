@@ -69,9 +69,9 @@ def rebuilt(batch: Any, replace: Callable[[Any], Any]) -> Any:
 
 def leaves_of(batch: Any) -> list[Any]:
     """The leaves of a batch; see `rebuilt`."""
-    found: list[Any] = []
-    rebuilt(batch, lambda leaf: found.append(leaf) or leaf)  # type: ignore[func-returns-value]
-    return found
+    parts = _Parts(io.BytesIO())
+    parts.dump(batch)
+    return [one for one in parts.kept if not isinstance(one, _SHARED)]
 
 
 def batch_bytes(batch: Any) -> int:
@@ -180,12 +180,14 @@ class Recipe:
 
 
 class Place(NamedTuple):
-    """A length in a batch that shows a coordinate: `(constant + weight · it) // divisor`.
+    """A length in a batch that shows a coordinate c of its shape.
+
+    It is `(constant + weight · c) // divisor`.
 
     Attributes:
-        array: that has the length, as a number among the batch's tensors and arrays; −1: the
-            coordinate is `constant`, as on an axis with one size only.
-        axis: of the array.
+        array: index of the tensor or array among the batch's; −1: c is always `constant`, as on an
+            axis with one size only.
+        axis: its axis with that length.
     """
 
     array: int
@@ -200,7 +202,7 @@ class ShapeReader(NamedTuple):
 
     Attributes:
         dims: the number of axes of each tensor and array in a batch.
-        places: of each coordinate.
+        places: one for each coordinate.
     """
 
     dims: tuple[int, ...]
@@ -208,7 +210,7 @@ class ShapeReader(NamedTuple):
 
     @classmethod
     def of(cls, make: Callable[[Shape], Any], shapes: Sequence[Shape]) -> ShapeReader:
-        """Find a length that follows from each coordinate alone; the finest of them.
+        """Find, for each coordinate, the length that follows from it alone and tells it best.
 
         Raises:
             UntraceableError: there is none, or the batch's structure changes with its shape.
@@ -218,7 +220,7 @@ class ShapeReader(NamedTuple):
         if len({*dims}) > 1:
             raise UntraceableError("the batch's structure changes with its shape")
         places = []
-        for coordinate in np.array(shapes, float).T:
+        for number, coordinate in enumerate(np.array(shapes, float).T):
             found = [Place(-1, 0, int(coordinate[0]), 0, 1)] if not np.ptp(coordinate) else []
             terms = np.stack([np.ones(len(shapes)), coordinate], axis=1)
             for array, axis in ((k, axis) for k, dim in enumerate(dims[0]) for axis in range(dim)):
@@ -227,15 +229,16 @@ class ShapeReader(NamedTuple):
                     constant, weight = size.weights
                     found.append(Place(array, axis, constant, weight, size.divisor))
             if not found:
-                raise UntraceableError("no length in the batch shows how many samples it has")
+                what = f"size on axis {number - 1}" if number else "number of samples"
+                raise UntraceableError(f"no length in the batch follows from its {what} alone")
             places.append(min(found, key=lambda one: one.divisor / max(one.weight, 1)))
         return cls(dims[0], tuple(places))
 
     def shape_of(self, batch: Any) -> Shape:
-        """The largest shape that the lengths in a batch may be of.
+        """The largest shape that has the lengths of a batch.
 
         Raises:
-            BatchError: it has other tensors than those that `make_batch` made.
+            BatchError: it has other numbers of tensors, or of axes, than `make_batch` made.
         """
         arrays = _arrays_in(batch)
         dims = tuple(one.ndim for one in arrays)

@@ -121,8 +121,8 @@ def measure_cost(
             parameters on the CPU, `"cuda"` predicts the cost on CUDA.
         size_multiple: measured sizes are multiples of it, as padded sizes are: an int, or the
             sampler or stream to read it from.
-        time: also time steps, for three seconds or a tenth of the measuring: for `cost.time`, by
-            which optimizer steps of given samples are cut. Traces alone have no time.
+        time: also time steps: for three seconds, for a tenth of the measuring, or for as long as
+            nine shapes take. `cost.time` cuts optimizer steps of given samples. Traces have none.
 
     Returns:
         The cost. Without runs its margin is 0; interpolated bytes are raised by the largest error

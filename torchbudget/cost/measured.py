@@ -159,8 +159,8 @@ class MeasuredCost:
         return surface.plus((fixed, *by_axis[::2]), (each, *by_axis[1::2]))
 
     @property
-    def taken(self) -> CostModel:
-        """The bytes of batches as they are made: this cost, if there is one way to make them."""
+    def chosen(self) -> Any:
+        """The model of bytes of batches in their chosen way: this cost, which has only one."""
         return self
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
@@ -270,7 +270,7 @@ class MeasuredCost:
         observed = self._observed
         observed.retries += peak.retries
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
-        predicted = max(int(self.taken.batch_bytes(n, size)), reserved_for)
+        predicted = max(int(self.chosen.batch_bytes(n, size)), reserved_for)
         # Without a prediction of the batch, only its peak is known.
         known = predicted if predicted < MAX_BYTES else max(reserved_for, peak.bytes)
         observed.largest_bytes = known
@@ -453,17 +453,16 @@ class WaysCost(MeasuredCost):
 
     Attributes:
         ways: costs of the ways, all with one margin.
-        reader: of the shapes of batches.
-        budget: bytes under which ways are chosen; by itself that of the measurement.
+        reader: reads the shape of a batch.
+        room: the budget that a chosen way must fit: that of the measurement, or of a plan.
     """
 
     ways: tuple[MeasuredCost, ...]
     reader: ShapeReader
-    budget: int
 
     @classmethod
     def of(cls, ways: Sequence[MeasuredCost], reader: ShapeReader) -> WaysCost:
-        """The cost of these ways; measured on the same sizes and under the same budget."""
+        """The cost of ways that were measured on the same data and under the same budget."""
         first, margin = ways[0], max(one.margin for one in ways)
         same = ("smallest", "multiple", "median", "parts", "room", "caution")
         return cls(
@@ -474,22 +473,21 @@ class WaysCost(MeasuredCost):
             margin=margin,
             seconds=first.seconds if all(one.seconds for one in ways) else None,
             probes=tuple(probe for one in ways for probe in one.probes),
-            notes=tuple(dict.fromkeys(note for one in ways for note in one.notes)),
             ways=tuple(one.with_margin(margin) for one in ways),
             reader=reader,
-            budget=first.room or 0,
             **{name: getattr(first, name) for name in same},
         )
 
     def way(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """The way that batches are made in: the fastest that fits, else the last of least bytes.
+        """The number of the fastest way that fits; if none does, of the one of the least bytes.
 
-        It fits with the margin that batches are planned with by now, as after `replan`.
+        A way must fit with the margin that batches are planned with by now: see `replan`.
         """
         needed = np.stack([one.batch_bytes(n, padded_size) for one in self.ways])
         margin = max(self._observed.planned_margin, self.margin)
-        fits = needed * ((1 + margin) / (1 + self.margin)) <= self.budget
-        times = np.arange(len(self.ways)).reshape(-1, *[1] * (needed.ndim - 1))  # without a time
+        fits = needed * ((1 + margin) / (1 + self.margin)) <= (self.room or 0)
+        # Without times, the first way counts as the fastest.
+        times = np.arange(len(self.ways)).reshape(-1, *[1] * (needed.ndim - 1))
         if self.seconds is not None:
             times = np.stack([one.time.batch_bytes(n, padded_size) for one in self.ways])
         fastest: IntArray = np.where(fits, times, MAX_BYTES).argmin(axis=0)
@@ -497,27 +495,27 @@ class WaysCost(MeasuredCost):
         return np.where(fits.any(axis=0), fastest, smallest)
 
     def way_of(self, batch: Any) -> int:
-        """The way that a batch is made in, by the lengths of its tensors.
+        """The number of the way that a batch is made in, by the lengths of its tensors.
 
         Raises:
-            BatchError: it has other tensors than those that `make_batch` made.
+            BatchError: it has other numbers of tensors, or of axes, than `make_batch` made.
         """
         n, *size = self.reader.shape_of(batch)
         return int(self.way(n, size if self.axes > 1 else size[0]))
-
-    @cached_property
-    def taken(self) -> CostModel:
-        """The bytes of batches in the way that they are made in."""
-        return OfWays(self, is_time=False)
 
     @cached_property
     def time(self) -> CostModel:
         """A cost model of a micro-batch's nanoseconds, in the fastest way that fits.
 
         Raises:
-            CostError: no step was timed.
+            CostError: the steps of a way were not timed.
         """
-        return OfWays(self, is_time=True)
+        return TimeOfWays(self, tuple(one.time for one in self.ways))
+
+    @cached_property
+    def chosen(self) -> OfWays:
+        """The model of bytes of batches in their chosen way; a larger batch may have fewer."""
+        return OfWays(self, self.ways)
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `MeasuredCost.batch_bytes`: the least of any way."""
@@ -561,36 +559,40 @@ class WaysCost(MeasuredCost):
     def report(self) -> str:
         """Report each way as `MeasuredCost.report` does."""
         each = (f"way {k}\n{one.report()}" for k, one in enumerate(self.ways))
-        return "\n\n".join([*each, *self._retries()])
+        own = [*(f"note: {note}" for note in self.notes), *self._retries()]
+        return "\n\n".join([*each, *own])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfWays:
-    """A cost model of batches, each by the way that it is made in.
+    """A model of batches that asks, for each batch, the model of its chosen way.
 
     Attributes:
-        cost: which chooses the ways.
-        is_time: nanoseconds, and not bytes.
+        cost: chooses the ways.
+        models: one for each way.
     """
 
     cost: WaysCost
-    is_time: bool
-
-    def _models(self) -> list[CostModel]:
-        return [one.time if self.is_time else one for one in self.cost.ways]
+    models: tuple[CostModel, ...]
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`."""
-        every = [one.batch_bytes(n, padded_size) for one in self._models()]
+        """See `CostModel.batch_bytes`; bytes or nanoseconds, as the models have them."""
+        each = np.stack([one.batch_bytes(n, padded_size) for one in self.models])
         way = self.cost.way(n, padded_size)
-        taken: IntArray = np.take_along_axis(np.stack(every), way[None], axis=0)[0]
-        return taken
+        chosen: IntArray = np.take_along_axis(each, way[None], axis=0)[0]
+        return chosen
+
+
+class TimeOfWays(OfWays):
+    """The time of batches in their chosen way: a cost model in nanoseconds."""
+
+    __slots__ = ()
 
     def capacity(self, padded_size: ArrayLike, amount: ArrayLike) -> IntArray:
         """See `CostModel.capacity`: the greatest of any way, as far as its bytes fit the budget."""
-        fitting = [one.capacity(padded_size, self.cost.budget) for one in self.cost.ways]
-        every = [one.capacity(padded_size, amount) for one in self._models()]
-        most: IntArray = np.minimum(fitting, every).max(axis=0)
+        fitting = [one.capacity(padded_size, self.cost.room or 0) for one in self.cost.ways]
+        in_time = [one.capacity(padded_size, amount) for one in self.models]
+        most: IntArray = np.minimum(fitting, in_time).max(axis=0)
         return most
 
 

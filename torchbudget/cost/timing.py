@@ -27,7 +27,7 @@ from torchbudget.units import MAX_BYTES
 # Seconds that all of it may take, or this share of measuring, if that is more; or as long as
 # enough shapes take. They are the smallest ones, while runs for the bytes are the largest.
 _SECONDS: Final = 3.0
-_SHARE: Final = 0.1
+_TIME_SHARE: Final = 0.1
 # Each shape is stepped on once to warm up, and then so often, all shapes in turn, as in training: a
 # step on the shape of the one before took 14 % less. The least time of each shape counts.
 _PASSES: Final = (2, 5)
@@ -35,21 +35,21 @@ _PASSES: Final = (2, 5)
 # batches of them take beside one sample. Batches that take the least time are small.
 _PLACES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SHARES: Final = (0.0, 0.003, 0.012, 0.05, 0.2)
-# The same, of a budget with room for so few samples that those give too few shapes.
+# The same for budgets with room for few samples, which give fewer than `_ENOUGH_SHAPES`.
 _MORE_PLACES: Final = (*np.linspace(0, 1, 17).tolist(),)
 _MORE_SHARES: Final = (0.0, 0.05, 0.1, 0.2, 0.4)
 # Of the budget's rest, what one sample may take: perhaps no batch of its size has been run.
-_OF_ONE: Final = 0.5
-_LEAST_SHAPES: Final = 6  # of which two are held out, and four fitted
+_MOST_OF_ONE: Final = 0.5
+_LEAST_SHAPES: Final = 6  # of which a first fit has four
 _ENOUGH_SHAPES: Final = 9  # with six, a slow encoder was up to 657 % off, with nine 11 %
-_HELD_OUT: Final = 3  # every third shape only tells the error
+_HELD_OUT: Final = 3  # every third shape is held out of a first fit, for the error
 # Shares of the shapes below a knee. Above one, each byte may take longer: kernels that were begun
 # ahead are waited for, and caches are full. Without it, five kinds of steps took up to 8 % less
 # than predicted where they are short, and 8 % more where they are long.
 _KNEES: Final = (0.2, 0.4, 0.6, 0.8)
 _LEAST_ABOVE: Final = 3  # shapes, or a slope would follow from the noise of one
 _LEAST_TERM: Final = 1e-300  # of a term that no shape has
-_HELPS_NOT: Final = 1e-9  # of terms scaled to at most 1
+_NEGLIGIBLE: Final = 1e-9  # of terms scaled to at most 1
 _MOST_JOINS: Final = 100
 
 
@@ -63,8 +63,8 @@ def timed(
 ) -> MeasuredCost:
     """The cost with the coefficients of its time, and a note of its error on other shapes.
 
-    Timing a step without an optimizer, as that of `predict`, may take a tenth of one pass over the
-    samples. If that is too little, the cost gets no time.
+    A step without an optimizer, as that of `predict`, gets no time if a tenth of one pass over the
+    samples is less than timing may take.
 
     Args:
         cost: of bytes.
@@ -76,12 +76,13 @@ def timed(
         samples: in the data set, of the rank that has most; 0: it is not known.
 
     Returns:
-        The same cost if too few shapes could be timed to tell what their terms take.
+        The cost with its time; without one if too few shapes could be timed, or if all of them had
+        one sample.
     """
-    left_s = max(_SECONDS, _SHARE * measured_s)
+    left_s = max(_SECONDS, _TIME_SHARE * measured_s)
     if not subject.state.optimizers and samples:  # a forward, of one pass
         each_s = max((one.seconds or 0.0) / one.n for one in cost.probes)
-        if _SHARE * each_s * samples < left_s:
+        if _TIME_SHARE * each_s * samples < left_s:
             return cost
     shapes: list[tuple[int, Size]] = []
     once_s = 0.0
@@ -102,12 +103,13 @@ def timed(
     known, bytes_above = _terms(cost, shapes)
     knees = np.quantile(bytes_above, _KNEES)
     knees = knees[(bytes_above > knees[:, None]).sum(axis=1) >= _LEAST_ABOVE]
+    knees = knees if len(knees) else np.zeros(1)  # no knee: all bytes count
     choices = [np.column_stack([known, np.maximum(bytes_above - knee, 0)]) for knee in knees]
     held_out = _best([terms[fitted] for terms in choices], took[fitted])
     errors = choices[held_out[0]][~fitted] @ held_out[1] / took[~fitted] - 1
     subject.notes.append(
-        f"time was measured with {len(shapes)} shapes, by {len(errors)} others, up to "
-        f"{np.abs(errors).max():.0%} off"
+        f"time was measured with {len(shapes)} shapes; without {len(errors)} of them, the fit was "
+        f"up to {np.abs(errors).max():.0%} off there"
     )
     at, coefficients = _best(choices, took)
     return replace(cost, seconds=tuple(coefficients.tolist()), knee=int(knees[at]))
@@ -122,7 +124,7 @@ def _shapes(cost: MeasuredCost, subject: Subject, room: int) -> list[tuple[int, 
         ones = cost.batch_bytes(1, asked)
         least = int(ones.min())
         for size, each, one in zip(sizes, asked, ones.tolist(), strict=True):
-            for share in shares if one <= least + _OF_ONE * (room - least) else ():
+            for share in shares if one <= least + _MOST_OF_ONE * (room - least) else ():
                 amount = max(one, int(least + share * (room - least)))
                 n = min(int(cost.capacity(each, amount)), subject.most_samples(size))
                 found[n, size] = int(cost.batch_bytes(n, each))
@@ -179,7 +181,7 @@ def _not_negative(terms: FloatArray) -> FloatArray:
     found, joined = np.zeros(len(scales)), np.zeros(len(scales), bool)
     for _ in range(_MOST_JOINS):
         helps = np.where(joined, 0.0, matrix.T @ (1 - matrix @ found))
-        if helps.max() <= _HELPS_NOT:
+        if helps.max() <= _NEGLIGIBLE:
             break
         joined[helps.argmax()] = True
         while True:
@@ -189,9 +191,9 @@ def _not_negative(terms: FloatArray) -> FloatArray:
             if not leaving.any():
                 break
             # As far towards the solution as none is negative.
-            way = (found[leaving] / (found[leaving] - solved[leaving])).min()
-            found += way * (solved - found)
-            joined &= found > _HELPS_NOT
+            share = (found[leaving] / (found[leaving] - solved[leaving])).min()
+            found += share * (solved - found)
+            joined &= found > _NEGLIGIBLE
         found = solved
     coefficients: FloatArray = found / scales
     return coefficients
@@ -199,7 +201,7 @@ def _not_negative(terms: FloatArray) -> FloatArray:
 
 @contextmanager
 def optimizer_seconds(wait: Callable[[], object]) -> Iterator[Callable[[], float]]:
-    """Count the seconds that optimizers of torch step inside: no part of a micro-batch.
+    """Yield a function that tells for how many seconds torch's optimizers have stepped inside.
 
     Args:
         wait: for the device.

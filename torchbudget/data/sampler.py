@@ -522,7 +522,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         if ranks > 1:
             margin, place = largest_of_all_ranks(ranks, margin, place)
         if margin > used.margin:
-            rules = replace(self._plan.given, cost=used.planned_with(margin))
+            rules = replace(self._plan.uncapped, cost=used.planned_with(margin))
             self._plan = plan = self._plan.changed(rules=rules)
             self._length = None
             if present is not None:
@@ -762,7 +762,7 @@ def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:
             and cost.margin < margin <= MOST_MARGIN
             and cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) == saved
         ):
-            rules = replace(plan.given, cost=cost.planned_with(margin), max_shapes=max_shapes)
+            rules = replace(plan.uncapped, cost=cost.planned_with(margin), max_shapes=max_shapes)
             rules = fitted(rules, plan.sizes.values, plan.order.skipped)
             return plan.changed(rules=rules)
     return plan

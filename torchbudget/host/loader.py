@@ -169,9 +169,8 @@ def loader(
                     budget = _less(budget, reserve) if is_cpu(device) else budget
             _check_machine(budget, device, ranks)
             # Only where a plan uses it: each batch that is a step is as full as fits.
-            has_steps = options.get("samples_per_step") is not None
-            is_by_time = isinstance(several, Alternatives) or options.get("time") is None
-            time = isinstance(step, Forward) or (has_steps and is_by_time)
+            time = isinstance(step, Forward) or isinstance(several, Alternatives)
+            time |= options.get("samples_per_step") is not None and options.get("time") is None
             cost = _measured(
                 measured, make_batch, batches, budget, device, cost_cache, ranks, time=time
             )
@@ -185,7 +184,7 @@ def loader(
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
         if isinstance(several, Alternatives):
             several.bind(sampler)
-        collate = _checked(batches, sampler.plan.given)
+        collate = _checked(batches, sampler.plan.uncapped)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
             chosen = loader_options(
@@ -500,7 +499,7 @@ def _summary(
 ) -> list[str]:
     """Lines about sizes, padding, cost, plan and host."""
     sizes, report = batches.sizes, sampler.report()
-    rules = sampler.plan.given
+    rules = sampler.plan.uncapped
     longest = sizes[batches.rounded().prod(axis=1).argmax()]
     median = np.median(sizes, axis=0).astype(np.int64)
     one, other = (

@@ -462,7 +462,7 @@ class MemoryMonitor:
         if n is not None and size is not None:
             record |= {"n": int(n), "size": [int(one) for one in np.ravel(size)]}
             if self._sampler is not None:
-                predicted_bytes = self._sampler.cost.taken.batch_bytes(n, size)
+                predicted_bytes = self._sampler.cost.chosen.batch_bytes(n, size)
                 record["predicted_bytes"] = int(np.ravel(predicted_bytes)[0])
         # The longer the run, the fewer batches are written, so that the file stays small.
         if not self._batches % 10 ** max(0, len(str(self._batches)) - 4):

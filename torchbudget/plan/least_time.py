@@ -57,11 +57,11 @@ def with_least_time(
         The same rules and strips where no cap is faster, or none can be: there is no time, single
         samples take no longer than together, or micro-batches are packed or have given shapes.
     """
-    # Full steps would be made in the way of the least bytes: ways without a time are an error.
-    is_timed = getattr(rules.cost, "seconds", None) is not None
-    is_timed |= isinstance(rules.cost, WaysCost) and ranks.even_sums
-    if rules.time is None and isinstance(rules.cost, MeasuredCost) and is_timed:
-        rules = replace(rules, time=rules.cost.time)
+    cost = rules.cost
+    if rules.time is None and isinstance(cost, MeasuredCost):
+        # Full steps would be made in the way of the least bytes: ways without a time are an error.
+        needs_time = isinstance(cost, WaysCost) and ranks.even_sums
+        rules = replace(rules, time=cost.time if cost.seconds or needs_time else None)
     if rules.time is None or rules.packing is not None or rules.max_shapes is not None:
         return rules, strips
     every = rules.padded(np.concatenate([sizes for sizes, _ in windows]))

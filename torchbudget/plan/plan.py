@@ -99,8 +99,8 @@ class Plan:
             ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
 
     Attributes:
-        given: the rules that were given, without a cap on time.
-        rules: the same with the cap that was chosen, if there is one.
+        uncapped: the rules as they were passed, without `most_time`.
+        rules: the same with `most_time`, if a cap on the time is faster.
 
     Raises:
         OptionError: nothing would be left of an epoch.
@@ -118,7 +118,7 @@ class Plan:
         batches_per_epoch: int | None = None,
     ) -> None:
         self.sizes = sizes
-        self.given = self.rules = rules
+        self.uncapped = self.rules = rules
         self.order = order
         self.ranks = ranks
         self.drop_last = drop_last
@@ -156,8 +156,8 @@ class Plan:
         self._most_windows = max(samples // self.window, 1) if several else 1
         self.strips: int | None = best_strips(survey[: self.window], rules)
         if ranks.even_sums or ranks.repeats:  # the samples of a window, or of the pass, are given
-            given = self._some_windows()
-            self.rules, self.strips = with_least_time(rules, given, ranks, self.strips)
+            windows = self._some_windows()
+            self.rules, self.strips = with_least_time(rules, windows, ranks, self.strips)
         if self.rules.most_time is not None and self.window % ranks.together:
             # A window whose runs are too many to be dealt has no cap, and others keep theirs.
             self._most_windows = 1
@@ -193,7 +193,7 @@ class Plan:
         """
         return Plan(
             self.sizes,
-            rules or self.given,
+            rules or self.uncapped,
             self.order,
             replace(self.ranks, **ranks),
             window=window if "number" in ranks else self.window_samples,
@@ -232,10 +232,11 @@ class Plan:
         Raises:
             UnevenRanksError: the rest of the epoch cannot be split evenly. Before the first
                 micro-batch, except with `batches_per_epoch`.
-            OptionError: `drop_last` leaves nothing of the epoch.
+            OptionError: `drop_last` leaves nothing of the epoch; or the cost is that of
+                alternatives, and no samples of steps are given.
         """
         if not (self.ranks.even_sums or self.ranks.repeats):
-            self.rules.check_ways()
+            self.rules.refuse_alternatives()
         cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
         for span in self.spans(cursor) if left != 0 else ():
@@ -565,7 +566,7 @@ class Plan:
         """Predicted bytes of a micro-batch of these samples."""
         starts, stops = np.array([0]), np.array([len(indices)])
         return int(
-            run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.taken)[0]
+            run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.chosen)[0]
         )
 
     def extremes(self, cursor: Cursor) -> dict[str, IntArray]:
@@ -578,7 +579,7 @@ class Plan:
         best: dict[str, tuple[int, IntArray]] = {}
         for span in self._spans_of_pass(cursor):
             block = span.block
-            costs = block.costs(self.rules, self.rules.taken)
+            costs = block.costs(self.rules, self.rules.chosen)
             singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
             for name, values in (("largest", costs), ("longest", singles), ("shortest", -singles)):
                 number = int(values.argmax())

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, is_int, natural, optional
-from torchbudget.cost.measured import WaysCost
+from torchbudget.cost.measured import TimeOfWays, WaysCost
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, CostError, OptionError
@@ -23,8 +23,8 @@ from torchbudget.units import MAX_BYTES, Amount, format_amount, parse_bytes
 
 NEED_STEPS: Final = (
     "alternatives need steps whose samples are given, as with samples_per_step, in plan_step and "
-    "in predict: where each batch is a step, it is as full as fits, and would always be made in "
-    "the way that takes the least bytes"
+    "in predict: where each batch is a step, it is as full as fits, and so full it fits only in "
+    "the way of the least bytes"
 )
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
@@ -127,7 +127,10 @@ class BatchRules:
         for name in ("size_multiple", "batch_size_multiple"):
             object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
         if isinstance(self.cost, WaysCost):
-            object.__setattr__(self, "cost", replace(self.cost, budget=self.budget_bytes))
+            object.__setattr__(self, "cost", replace(self.cost, room=self.budget_bytes))
+        if isinstance(self.time, TimeOfWays):  # of ways that fit another budget
+            cost = replace(self.time.cost, room=self.budget_bytes)
+            object.__setattr__(self, "time", cost.time)
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
         limits = [Limit("cost", self.cost, self.budget_bytes)]
         if self.max_batch_size is not None:
@@ -254,18 +257,18 @@ class BatchRules:
         """The cost model that ranks are balanced by."""
         return self.cost if self.time is None else self.time
 
-    def check_ways(self) -> None:
-        """Raise an `OptionError` if full micro-batches could be made in several ways."""
+    @property
+    def chosen(self) -> Any:
+        """The model of bytes of micro-batches in their chosen way: the cost, if it has only one."""
+        return getattr(self.cost, "chosen", self.cost)
+
+    def refuse_alternatives(self) -> None:
+        """Raise an `OptionError` if the cost is that of alternatives, which need given samples."""
         if isinstance(self.cost, WaysCost):
             raise OptionError(NEED_STEPS)
 
-    @property
-    def taken(self) -> CostModel:
-        """The bytes of micro-batches as they are made, if there are several ways to make them."""
-        return self.cost.taken if isinstance(self.cost, WaysCost) else self.cost
-
     def costs(self, model: CostModel, n: ArrayLike, padded_sizes: ArrayLike) -> IntArray:
-        """The costs of micro-batches by `cost` or `work`, shape `(…)`.
+        """The costs of micro-batches by a model, such as `cost` or `work`, shape `(…)`.
 
         Unknown costs (`MAX_BYTES`, of which sums would wrap) are just above the budget.
         """

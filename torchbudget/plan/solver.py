@@ -154,7 +154,7 @@ class Block:
     def used(self, rules: BatchRules, limit: Limit) -> IntArray:
         """The amount of a limit that each micro-batch uses, shape `(micro-batches,)`."""
         if limit.name == "cost":
-            return self.costs(rules, rules.taken)
+            return self.costs(rules, rules.chosen)
         if limit.summed is not None:
             return summed_costs(rules.padded(self.sizes), self.starts, limit.summed)
         size = rules.padded(self.padded()) if limit.any_size is None else limit.any_size

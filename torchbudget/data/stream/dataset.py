@@ -452,7 +452,7 @@ def _rules_of(
         if budget is None:
             raise BudgetError("with a cost, the budget must limit the device, got None")
         rules = BatchRules.of(cost, budget, **options)
-        rules.check_ways()
+        rules.refuse_alternatives()
         check_oversize(oversize, rules)
         return rules
     none = {name: signature(BudgetedIterableDataset).parameters[name].default for name in options}
