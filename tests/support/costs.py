@@ -74,7 +74,7 @@ def way(unit_bytes: int, fixed_s: float, unit_s: float, **options: Any) -> Measu
     """It takes `fixed_s` and `unit_s` for each position of a padded batch."""
     seconds = (fixed_s, 0.0, 0.0, unit_s, 0.0, 0.0, 0.0)
     cost = PaddedCost(fixed_bytes=1000, unit_bytes=unit_bytes)
-    return measured(cost, seconds=seconds, largest=(800,), **options)
+    return measured(cost, seconds=seconds, **{"largest": (800,)} | options)
 
 
 def two_ways(budget: int = 100_000, *, axes: int = 2, **options: Any) -> WaysCost:

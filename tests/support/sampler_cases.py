@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.support.costs import two_ways
 from tests.support.oracles import bytes_of
 from tests.support.strategies import StairCost, formulas, limits, problems, rules
 from torchbudget import MemoryBudgetBatchSampler, TableCost
+
+_MOST_OF_WAYS = 1000  # the size up to which tables of measured costs are made
 
 
 @st.composite
@@ -76,9 +79,13 @@ def cases(
         options["max_shapes"] = draw(st.integers(1, 6))
         options["batch_size_multiple"] = 1
         options["limits"] = [one for one in options["limits"] if getattr(one[0], "counts", False)]
+    steps = "samples_per_step" in options
+    is_plain = sizes.ndim == 1 and not packed and "max_shapes" not in options
+    if steps and is_plain and largest <= _MOST_OF_WAYS and draw(st.integers(0, 3)) == 0:
+        cost = two_ways(largest=(max(int(largest), 1),))  # a step that is made in several ways
+        budget = int(cost.batch_bytes(1, largest)) * draw(st.integers(1, 10))
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
-    steps = "samples_per_step" in options
     known = not isinstance(cost, TableCost)  # which knows batches of few samples
     whole = fits and known and (steps or not options["drop_last"]) and draw(st.booleans())
     some = not weighted and (steps or whole) and (fits or ranks == 1)
