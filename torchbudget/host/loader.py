@@ -130,10 +130,10 @@ def loader(
     names: tuple[str, ...] = (*_OF_LOADERS, *_OF_WORKERS)
     workers = {name: options.pop(name) for name in names if name in options}
     _check_options(step, budget, options)
-    several = step.model if isinstance(step, Forward) else step
+    chooser = step.model if isinstance(step, Forward) else step
     measured: Any = step
-    if isinstance(step, Forward) and isinstance(several, Alternatives):
-        measured = Alternatives(*(replace(step, model=way) for way in several.ways))
+    if isinstance(step, Forward) and isinstance(chooser, Alternatives):
+        measured = Alternatives(*(replace(step, model=way) for way in chooser.ways))
     budget = MemoryBudget.of(budget)
     needless = {"persistent_workers", "pin_memory", "prefetch_factor"} & workers.keys()
     if budget.host is not None and needless:
@@ -169,7 +169,7 @@ def loader(
                     budget = _less(budget, reserve) if is_cpu(device) else budget
             _check_machine(budget, device, ranks)
             # Only where a plan uses it: each batch that is a step is as full as fits.
-            time = isinstance(step, Forward) or isinstance(several, Alternatives)
+            time = isinstance(step, Forward) or isinstance(chooser, Alternatives)
             time |= options.get("samples_per_step") is not None and options.get("time") is None
             cost = _measured(
                 measured, make_batch, batches, budget, device, cost_cache, ranks, time=time
@@ -182,8 +182,8 @@ def loader(
         if device is not None and budget.device is not None:
             limit_device_memory(budget, device)
         sampler = MemoryBudgetBatchSampler(batches.sizes, cost, budget, **options)
-        if isinstance(several, Alternatives):
-            several.bind(sampler)
+        if isinstance(chooser, Alternatives):
+            chooser.bind(sampler)
         collate = _checked(batches, sampler.plan.uncapped)
         chosen: Mapping[str, Any] = {}
         if budget.host is not None and workers.get("num_workers") != 0:
