@@ -108,8 +108,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             first.
         seed: seed of all randomness, which is a function of (seed, epoch, shard, position in the
             shard).
-        drop_last: drop the last micro-batch that could still have taken a sample, in each part. If
-            no batch of an epoch is left, it is an error, and in one of several workers a warning.
+        drop_last: drop the last micro-batch that could still have taken a sample, in each part, and
+            the samples at the end of the source that the ranks cannot share. If no batch of an
+            epoch is left, it is an error, and in one of several workers a warning.
         batches_per_epoch: number of batches of an epoch on each rank; a source that ends earlier
             starts over.
         uneven: ranks may have unequal numbers of batches.
