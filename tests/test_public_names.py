@@ -27,7 +27,7 @@ from torchbudget import errors, readers, transforms
 MODULES = {"errors", "readers", "transforms"}  # public, and imported with the package
 CHANGING = {"Peak"}  # is filled in where its context ends
 # Few fields, in an order that everybody expects; or no user makes one.
-BY_POSITION = {"Peak", "Probe", "StepPlan", "Piece", "Grid", "Surface"}
+BY_POSITION = {"Mixture", "Peak", "Probe", "StepPlan", "Piece", "Grid", "Surface"}
 
 
 def error_names() -> list[str]:

@@ -21,6 +21,7 @@ from torchbudget.host.loader import loader, predict
 from torchbudget.host.options import loader_options
 from torchbudget.machine.allocators import configure_allocators
 from torchbudget.observe.monitor import MemoryMonitor
+from torchbudget.plan.mixture import Mixture
 from torchbudget.plan.step import plan_step
 from torchbudget.restoring import is_measuring
 from torchbudget.train.accumulator import GradAccumulator
@@ -43,6 +44,7 @@ __all__ = [
     "MemoryBudgetBatchSampler",
     "MemoryMonitor",
     "MiB",
+    "Mixture",
     "PackCollate",
     "PackedBatch",
     "PackedCost",

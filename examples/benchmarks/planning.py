@@ -39,7 +39,7 @@ import numpy as np
 from _common import Results, alternate, lognormal, median, options, ratio
 from torch.utils.data import BatchSampler, RandomSampler
 
-from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
+from torchbudget import MemoryBudgetBatchSampler, Mixture, PackedCost, PaddedCost
 
 TORCH = "torch BatchSampler(RandomSampler)"
 MOST = {
@@ -68,6 +68,13 @@ def main() -> None:
         PaddedCost(unit_bytes=(1, 1)),
         PackedCost(unit_bytes=1),
     )
+
+    def mixed(shares: list[float]) -> MemoryBudgetBatchSampler:
+        """As many samples from sources in shares of sizes."""
+        mixture = Mixture(np.arange(samples) * len(shares) // samples, dict(enumerate(shares)))
+        steps = {"samples_per_step": 4096, "steps_per_epoch": samples // 4096}
+        return MemoryBudgetBatchSampler(lengths, one, 8192, weights=mixture, **steps)
+
     times = alternate(
         {
             TORCH: drained(lambda: BatchSampler(RandomSampler(range(samples)), 64, False)),
@@ -76,6 +83,8 @@ def main() -> None:
             "padded, samples_per_step=4096": drained(
                 lambda: MemoryBudgetBatchSampler(lengths, one, 8192, samples_per_step=4096)
             ),
+            "padded, 3 sources": drained(lambda: mixed([0.7, 0.2, 0.1])),
+            "padded, 21 sources": drained(lambda: mixed([1.0] * 21)),
             "padded, rank 3 of 8": drained(
                 lambda: MemoryBudgetBatchSampler(lengths, one, 8192, num_replicas=8, rank=3)
             ),

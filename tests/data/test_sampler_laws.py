@@ -21,6 +21,7 @@ from tests.support.sampler_cases import (
     check_shapes,
     check_state_size,
     check_units,
+    given_length,
     samplers,
 )
 from tests.support.sampler_chain import Chain
@@ -50,7 +51,7 @@ def drawn(those: Any, case: Any) -> list[list[list[int]]]:
     """Every rank's epoch; one that is refused is checked to say so at once."""
     epochs = REFUSALS.accepted(lambda: [list(one) for one in those], reasons_of(*case))
     if epochs is None:
-        if "batches_per_epoch" not in case[-1]:
+        if not given_length(case[-1]):
             with pytest.raises((UnevenRanksError, OptionError)):
                 next(iter(those[0]))
         return []
@@ -65,7 +66,7 @@ def test_epochs_keep_their_laws(case: Any) -> None:
     each = options.get("samples_per_step")
     for epoch in range(2):
         length = REFUSALS.accepted(lambda: len(those[0]), reasons_of(*case))
-        is_pass = length is not None and "batches_per_epoch" not in options
+        is_pass = length is not None and not given_length(options)
         report = those[0].report() if is_pass else None
         dropped = 0 if report is None else report.dropped
         epochs = drawn(those, case)
@@ -101,11 +102,16 @@ def test_epochs_keep_their_laws(case: Any) -> None:
             ends = np.cumsum(steps)
             rounds = [sum(map(len, batches)) for batches in zip(*epochs, strict=True)]
             *full, last = np.add.reduceat(rounds, ends - np.array(steps)).tolist()
+            if "steps_per_epoch" in options:
+                assert len(steps) == options["steps_per_epoch"]
+                if "weights" in options:
+                    assert {*full, last} == {each}
+                continue
             if "units" in options:
                 continue
             assert set(full) <= {each}
             assert last == each if options["drop_last"] else 0 < last < 2 * each + ranks
-        if "batches_per_epoch" not in options:
+        if is_pass:
             counts = counted(batch for batches in epochs for batch in batches)
             assert set(counts.values()) == {1}
             assert counts.keys() <= set(range(len(sizes)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.costs import two_ways
 from tests.support.oracles import bytes_of
 from tests.support.strategies import StairCost, formulas, limits, problems, rules
-from torchbudget import MemoryBudgetBatchSampler, TableCost
+from torchbudget import MemoryBudgetBatchSampler, Mixture, TableCost
 
 _MOST_OF_WAYS = 1000  # the size up to which tables of measured costs are made
 
@@ -26,15 +26,39 @@ def settings_of(draw: st.DrawFn, n: int, ranks: int, epochs: str) -> dict[str, A
     window = draw(st.integers(ranks, max(n, ranks)))
     given = epochs == "given" or (epochs == "any" and draw(st.booleans()))
     if given:
-        options["window"] = window
-        options["batches_per_epoch"] = draw(st.integers(1, 2 * (n // ranks) + 5))
-        if draw(st.integers(0, 3)) == 0:
+        if draw(st.booleans()):
+            options["window"] = window
+            options["batches_per_epoch"] = draw(st.integers(1, 2 * (n // ranks) + 5))
+        else:
+            options["samples_per_step"] = window
+            options["steps_per_epoch"] = draw(st.integers(1, 2 * (n // window) + 3))
+        kind = draw(st.sampled_from(["passes", "passes", "weights", "mixture"]))
+        if kind == "weights":
             options |= {"shuffle": True, "weights": np.linspace(0.5, 5, n)}
+        elif kind == "mixture":
+            options["weights"] = draw(mixtures(n))
     elif draw(st.booleans()):
         options["window"] = window
     else:
         options["samples_per_step"] = min(window, n) if options["drop_last"] else window
     return options
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, n: int) -> Mixture:
+    """A mixture of n samples from one to four sources, one of which may be left out."""
+    names = ["web", "code", "papers", "mail"][: draw(st.integers(1, min(4, n)))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    sources = np.append(names, rng.choice(names, n - len(names)))
+    shares = {name: draw(st.floats(1e-3, 1)) for name in names}
+    if len(names) > 1 and draw(st.integers(0, 3)) == 0:
+        shares[names[0]] = 0
+    return Mixture(rng.permutation(sources), shares, by="samples")
+
+
+def given_length(options: dict[str, Any]) -> bool:
+    """Whether epochs have a given length, and passes go on from one to the next."""
+    return bool({"batches_per_epoch", "steps_per_epoch"} & {*options})
 
 
 @st.composite
@@ -53,7 +77,7 @@ def cases(
         most_ranks: ranks.
         fits: whether each sample fits the budget.
         most: samples.
-        epochs: "passes" over the data, "given" numbers of batches, or "any" of them.
+        epochs: "passes" over the data, of "given" lengths, or "any" of them.
     """
     sizes, cost, budget = draw(problems(most=most, fits=fits))
     if sizes.ndim == 1 and draw(st.integers(0, 4)) == 0:
@@ -71,7 +95,8 @@ def cases(
     if draw(st.integers(0, 3)) == 0:
         options["time"] = draw(formulas(axes, packed=packed))
     weighted = "weights" in options
-    if len(sizes) >= 8 * ranks and not weighted and draw(st.booleans()):
+    may_group = not weighted or "samples_per_step" in options
+    if len(sizes) >= 8 * ranks and may_group and draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 2**32)))
         options["groups"] = rng.integers(0, draw(st.integers(1, 3)), len(sizes))
     mixed = "groups" in options and "samples_per_step" in options

@@ -25,12 +25,13 @@ from tests.support.sampler_cases import (
     check_batch,
     check_shapes,
     check_state_size,
+    given_length,
     samplers,
     sharing_ranks,
     whole_bytes,
 )
 from tests.support.samplers import counted
-from torchbudget import PackedCost, PaddedCost
+from torchbudget import Mixture, PackedCost, PaddedCost
 from torchbudget.cost.protocol import AdditiveCost
 
 EPOCHS = 2
@@ -58,11 +59,16 @@ class Chain:
             self.kept = {n for n in self.kept if bytes_of(sizes, cost, [n], multiple) <= budget}
         if not self.kept:
             raise Refused("no sample fits the budget")
+        if isinstance(weights := options.get("weights"), Mixture):
+            sources = {str(weights.sources[one]) for one in self.kept}  # type: ignore[index]
+            if sources != {*weights.shares}:
+                raise Refused("no sample of a source fits the budget")
         self.first = min(ranks, len(self.kept)), budget
         self.now = self.first
         self.saved: Any = None
         self.done = 0  # batches of a rank in this epoch, until the last save
         self.following: list[list[Any]] | None = None  # what each rank yields if nothing changes
+        self.mixture = options.get("weights")
         self.came = [Counter[int]() for _ in range(EPOCHS)]
         self.told: Counter[str] = Counter()
 
@@ -84,13 +90,30 @@ class Chain:
         """Each index has come as often as it is to come, however it was dealt."""
         for counts in self.came:
             assert set(counts) <= self.kept, "samples that are skipped"
-        if "batches_per_epoch" not in self.options:
+        weights, total = self.options.get("weights"), sum(self.came, Counter[int]())
+        if not given_length(self.options):
             for epoch, counts in enumerate(self.came):
                 assert counts == self.expected(epoch), f"the samples of epoch {epoch}"
-        elif "weights" not in self.options and not self.options["drop_last"]:
-            total = sum(self.came, Counter[int]())
+        elif isinstance(weights, Mixture):
+            self.check_sources(weights, total)
+        elif weights is None and not self.options["drop_last"]:
             numbers = {total[one] for one in self.kept}
             assert max(numbers) - min(numbers) <= 1, "the samples of passes"
+
+    def check_sources(self, mixture: Mixture, total: Counter[int]) -> None:
+        """No sample comes twice in a source's pass; sources have as many samples as their shares.
+
+        Without steps an epoch may end within a window, which has samples of several passes.
+        """
+        labels, shares = np.array(mixture.sources), mixture.shares
+        steps = "steps_per_epoch" in self.options
+        for name in shares:
+            each = [total[one] for one in self.kept if labels[one] == name]
+            most = 1 if steps else 2 + len(labels) // len(each)
+            assert max(each) - min(each) <= most, f"the samples of passes of {name}"
+            if steps and mixture is self.mixture:
+                part = shares[name] / sum(shares.values())
+                assert abs(sum(each) - part * total.total()) < 2, f"the share of {name}"
 
     def expected(self, epoch: int) -> Counter[int]:
         """How often each index comes in an epoch that is one pass."""
@@ -204,11 +227,13 @@ class Chain:
             self.choose_cost()
         if not {"units", "max_shapes"} & {*self.options} and self.chance.random() < 0.2:
             self.choose_rules()
+        if isinstance(self.options.get("weights"), Mixture) and self.chance.random() < 0.3:
+            self.choose_shares()
         budget = self.first[1]
         if len(self.kept) == len(self.sizes):
             budget *= self.chance.choice([1, 1, 2, 3])
         left = len(self.kept)
-        if "batches_per_epoch" not in self.options and self.epoch < EPOCHS:
+        if not given_length(self.options) and self.epoch < EPOCHS:
             left -= self.came[self.epoch].total()
         ranks = ranks if ranks <= sharing_ranks(self.drawn_options(), left) else 1
         before, self.now = self.now, (ranks, budget)
@@ -227,6 +252,13 @@ class Chain:
         if "window" in self.options:
             rules["window"] = self.chance.randint(1, len(self.sizes))
         self.options = self.options | rules | {"limits": [*self.options["limits"], limit]}
+
+    def choose_shares(self) -> None:
+        """Choose other shares of the sources."""
+        before = self.options["weights"]
+        shares = {name: self.chance.uniform(0.01, 1) for name in before.shares}
+        mixture = Mixture(before.sources, shares, by="samples")
+        self.options = self.options | {"weights": mixture}
 
     def choose_cost(self) -> None:
         """Choose another cost, and a budget that each sample and unit fits."""

@@ -28,8 +28,9 @@ from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import PLACE, Cursor
 from torchbudget.plan.dealing import Dealing
-from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
+from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint, order_identity
 from torchbudget.plan.micro_batch import Draw, MicroBatch, Window
+from torchbudget.plan.mixture import Mixture
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.plan import Plan
@@ -67,8 +68,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         seed: seed of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
             micro-batch that could still have taken a sample.
-        weights: relative frequencies, shape `(N,)`, as in `torch.utils.data.WeightedRandomSampler`.
-            Samples are then drawn with replacement, and `batches_per_epoch` is required.
+        weights: relative frequencies, shape `(N,)`, as in `torch.utils.data.WeightedRandomSampler`:
+            samples are drawn with replacement. Or a `Mixture` of sources in stated shares. There is
+            no last sample then, so `batches_per_epoch` or `steps_per_epoch` is required.
         max_batch_size: largest number of samples in a micro-batch.
         batch_size_multiple: numbers of samples are multiples of it, unless fewer fit or are left,
             or a micro-batch is split so that all ranks get equally many.
@@ -102,6 +104,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         batches_per_epoch: number of micro-batches of an epoch on each rank. The next epoch
             continues in the order where the last one ended; after the last sample a new order
             begins. Not with `samples_per_step`. Default: an epoch is one pass over the data.
+        steps_per_epoch: the same with `samples_per_step`, in optimizer steps.
         num_replicas: number of ranks that share each window. Default: the world size of
             `torch.distributed`, read when it is needed; 1 if it is not initialised. If each rank
             measured or detected for itself, call `agree(cost, budget)` first.
@@ -148,7 +151,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        weights: npt.ArrayLike | None = None,
+        weights: npt.ArrayLike | Mixture | None = None,
         max_batch_size: int | None = None,
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
@@ -159,6 +162,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         oversize: Oversize = "raise",
         time: CostModel | None = None,
         batches_per_epoch: int | None = None,
+        steps_per_epoch: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
@@ -166,13 +170,19 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         ranks = AskedRanks(num_replicas, rank)
         if samples_per_step is not None and (window, batches_per_epoch) != (None, None):
             raise OptionError(
-                "with samples_per_step a window is one step, and an epoch is one pass: leave "
-                f"window and batches_per_epoch out, got {window=}, {batches_per_epoch=}"
+                "with samples_per_step a window is one step: leave window out, and state the "
+                f"length of an epoch by steps_per_epoch, got {window=}, {batches_per_epoch=}"
             )
-        if weights is not None and batches_per_epoch is None:
+        if samples_per_step is None and steps_per_epoch is not None:
             raise OptionError(
-                "weights= draws with replacement, so an epoch has no end of its own: pass "
-                "batches_per_epoch="
+                f"{steps_per_epoch=} needs samples_per_step; or use batches_per_epoch"
+            )
+        per_epoch = optional("batches_per_epoch", batches_per_epoch)
+        per_epoch = per_epoch or optional("steps_per_epoch", steps_per_epoch)
+        if weights is not None and per_epoch is None:
+            raise OptionError(
+                "weights= draws without an end, so an epoch has none of its own: pass "
+                "batches_per_epoch=, or steps_per_epoch= with samples_per_step"
             )
         self._window = optional("samples_per_step", samples_per_step) or optional("window", window)
         table = SizeTable.of(sizes)
@@ -216,7 +226,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             Dealing(number=ranks.now()[0], even_sums=samples_per_step is not None),
             window=self._window,
             drop_last=drop_last,
-            batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
+            per_epoch=per_epoch,
         )
         self._begin_at(Cursor(epoch=0))
 
@@ -272,7 +282,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                 differ.
         """
         plan, done = self.plan, self._cursor.done
-        differ = plan.batches_per_epoch is None and (plan.order.shuffle or done > 0)
+        alike = plan.per_epoch is not None and not plan.ranks.even_sums
+        differ = not alike and (plan.order.shuffle or done > 0)
         Caller.find().check_length(epochs_differ=differ)
         return done + self.batches_left
 
@@ -303,7 +314,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """Make the next `iter()` yield this epoch.
 
         If that is the next epoch anyway, a loaded position is kept, and with `batches_per_epoch`
-        the order continues. Any other epoch starts a new pass over the data.
+        or `steps_per_epoch` the order continues. Any other epoch starts a new pass over the data,
+        and a mixture starts over: the passes over its sources, and the counting of their shares.
         """
         cursor, epoch = self._cursor, natural("epoch", epoch)
         if epoch != cursor.epoch:
@@ -347,7 +359,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self.check_dataset(caller.loader.dataset)
         plan, cursor = self.plan, self._cursor
         at = {name: getattr(cursor, name) for name in PLACE}
-        at |= {"batches_per_epoch": plan.batches_per_epoch, "done_of_groups": str(cursor.groups)}
+        of_epoch = "steps_per_epoch" if plan.ranks.even_sums else "batches_per_epoch"
+        at |= {of_epoch: plan.per_epoch, "done_of_groups": str(cursor.groups)}
+        sources = plan.order.sources
+        shares = "" if sources is None else repr((cursor.turns, sources.turns))
+        at |= {"the mixture's shares, or what was drawn": fingerprint(shares)}
         check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
         run = self._beginning
         iterator = _Iteration(
@@ -416,8 +432,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         for name, given, instead in (
             (f"oversize='skip' (at index {first} first)", first is not None, "use 'alone'"),
             ("drop_last", plan.drop_last, "leave it out"),
-            ("weights", plan.order.weights is not None, "leave it out"),
-            ("batches_per_epoch", plan.batches_per_epoch is not None, "leave it out"),
+            ("weights", plan.order.endless, "leave it out"),
+            ("batches_per_epoch", plan.per_epoch is not None, "leave it out"),
         ):
             if given:
                 raise OptionError(

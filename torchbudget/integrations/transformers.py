@@ -253,7 +253,7 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         plan = getattr(self.source, "plan", None)
         self._is_planned = plan is not None and plan.ranks.even_sums
         self._length = self._left()
-        is_even = self._is_planned or (self._length and getattr(plan, "batches_per_epoch", True))
+        is_even = self._is_planned or (self._length and getattr(plan, "per_epoch", True))
         args = trainer.args
         refused = {
             "a Trainer that does not read loss_is_scaled_for_ga, and would divide the loss again: "
@@ -311,7 +311,7 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         if self._is_planned and self._left() != left:
             raise OptionError(
                 f"epoch {self.source.epoch} has {self._left()} steps left, but the Trainer expects "
-                f"{left}, as in the first epoch: pass batches_per_epoch"
+                f"{left}, as in the first epoch: pass steps_per_epoch"
             )
         item: list[Any] = []
         batches = super().__iter__()

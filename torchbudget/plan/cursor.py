@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain, fingerprint
+from torchbudget.plan.mixture import Turns
 
 if TYPE_CHECKING:
     from torchbudget.plan.plan import Plan
@@ -27,8 +28,8 @@ PART: Final = 8192
 _MOST_PARTS: Final = 16
 
 # Fields of a state that are integers of at least 0.
-PLACE: Final = ("epoch", "first", "number", "start", "stop", "rounds", "done", "parts")
-_KEYS: Final = (*PLACE, "groups", "dealt", "left", "order", "dealing")
+PLACE: Final = ("epoch", "first", "number", "start", "stop", "rounds", "done", "steps", "parts")
+_KEYS: Final = (*PLACE, "groups", "turns", "dealt", "left", "order", "dealing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,9 +51,11 @@ class Cursor:
         rounds: micro-batches of the window that each rank is done with.
         done: micro-batches of the epoch that each rank is done with, those included, as the ranks
             were then.
+        steps: windows of the epoch that are done.
         parts: number of parts in which the window is planned, 1 unless it is planned again.
         groups: samples of each group in windows before this one, if windows are of one group
             each: positions of other groups than the window's are done, too. `None`: none.
+        turns: of the sources of a mixture, up to here; `None`: nothing was drawn, or no mixture.
         plan: the plan of the window; `None` between windows.
     """
 
@@ -64,8 +67,10 @@ class Cursor:
     left: BoolArray | None = None
     rounds: int = 0
     done: int = 0
+    steps: int = 0
     parts: int = 1
     groups: tuple[int, ...] | None = None
+    turns: Turns | None = None
     plan: Plan | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +94,8 @@ class Cursor:
 
     def next_pass(self) -> Cursor:
         """The beginning of the next pass, in the same epoch."""
-        return Cursor(epoch=self.epoch, first=self.first, number=self.number + 1, done=self.done)
+        kept = {name: getattr(self, name) for name in ("epoch", "first", "done", "steps")}
+        return Cursor(**kept, number=self.number + 1)
 
     def dealt_by(self, plan: Plan) -> Cursor:
         """The same place under another plan, which plans the rest of the window again."""
@@ -112,13 +118,14 @@ class Cursor:
         Args:
             order: what must be the same for positions to mean the same samples.
         """
-        plan, dealt, left = self.plan, None, None
+        plan, turns, dealt, left = self.plan, self.turns, None, None
         if plan is not None:
             dealt, left = self.left, plan.left_of(self)
             left = left if left is None or dealt is None else left[dealt]
         state = {
             **{name: getattr(self, name) for name in PLACE},
             "groups": None if self.groups is None else list(self.groups),
+            "turns": None if turns is None else [list(turns.drawn), list(turns.weights)],
             "dealt": None if dealt is None else as_text(dealt),
             "left": None if left is None else as_text(left),
             "order": dict(order),
@@ -140,11 +147,12 @@ class Cursor:
         _check(state, order)
         place = {name: state[name] for name in PLACE}
         groups = None if state["groups"] is None else tuple(state["groups"])
+        turns = None if state["turns"] is None else Turns(*map(tuple, state["turns"]))
         if state["start"] == state["stop"]:
-            return cls(**place, groups=groups)
+            return cls(**place, groups=groups, turns=turns)
         same = state["dealing"] == plan.dealing_digest
-        found = cls(**place, groups=groups, plan=plan)
-        samples = len(plan.order.indices(found.pass_key, found.start, found.stop))
+        found = cls(**place, groups=groups, turns=turns, plan=plan)
+        samples = len(plan.order.indices(found.pass_key, found.start, found.stop, turns))
         left = None
         for text in (state["dealt"], None if same else state["left"]):
             if text is not None:

@@ -20,6 +20,7 @@ MEANING: Final = {
     "sizes": "the samples' sizes",
     "skipped": "the samples that are skipped as oversize",
     "weights": "the weights",
+    "sources": "the sources of the mixture",
     "groups": "the samples' groups",
     "units": "the samples' units",
     "workers": "the number of workers (at least 1)",
@@ -100,9 +101,13 @@ def order_identity(order: Order, sizes: str) -> Plain:
     parts: dict[str, npt.NDArray[Any] | None] = {
         "skipped": order.skipped if len(order.skipped) else None,
         "weights": order.weights,
+        "sources": None,
         "groups": of_groups,
         "units": None,
     }
+    if order.sources is not None:  # their shares may change
+        members = order.sources.members
+        parts["sources"] = np.concatenate([members.members, members.firsts])
     if units is not None:
         parts["units"] = np.concatenate([units.members, units.firsts, [order.labels.whole]])
     return {

@@ -56,6 +56,7 @@ class Window:
         starts: the first sample of each of them in `span.indices`.
         stops: the end of each.
         done: micro-batches of the epoch that were done before the window's first round.
+        step: windows of the epoch before this one.
         ends_epoch: whether the last of them is the last one of the epoch.
     """
 
@@ -66,6 +67,7 @@ class Window:
     starts: list[int]
     stops: list[int]
     done: int
+    step: int
     ends_epoch: bool
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -146,21 +148,22 @@ class MicroBatch:
         window, span = self.window, self.window.span
         plan, begun, length = span.plan, span.cursor, span.length
         done, start = window.done + self.turn + 1, begun.start + window.number * length
-        stop = start + length
+        stop, step = start + length, window.step + self._is_last
+        begun = replace(begun, done=done, steps=step)
         if not self._is_last:
-            rounds = self.turn + 1
-            here = replace(begun, start=start, stop=stop, rounds=rounds, done=done, plan=plan)
-        elif stop >= span.end and plan.batches_per_epoch is None:
+            here = replace(begun, start=start, stop=stop, rounds=self.turn + 1, plan=plan)
+        elif stop >= span.end and plan.per_epoch is None:
             return begun.next_epoch()
         else:
-            here = replace(begun, start=stop, stop=stop, left=None, parts=1, done=done)
+            here = replace(begun, start=stop, stop=stop, left=None, parts=1)
             if begun.groups is not None and plan.order.groups is not None:
                 groups = np.array(begun.groups)
                 groups[plan.order.groups.at(start)] += length
                 here = replace(here, groups=tuple(groups.tolist()))
             if stop >= span.end:
                 here = here.next_pass()
-        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
+        length = step if plan.ranks.even_sums else done
+        return plan.next_epoch(here) if length == plan.per_epoch else here
 
     @property
     def _is_last(self) -> bool:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
 from torchbudget.plan.groups import NO_LABELS, NONE, Labels, Members, numbered, unit_labels
+from torchbudget.plan.mixture import Mixture, Sources, Turns
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.permutation import Permutation, Purpose, random_words
 from torchbudget.plan.rules import BatchRules
@@ -31,6 +32,7 @@ class Order:
         shuffle: draw at random; otherwise the order of the data set.
         weights: relative frequencies of the samples, shape `(dataset_length,)`, copied: each
             position draws independently, with replacement. `None`: a pass has every sample once.
+        sources: of a mixture.
         seed: of all randomness.
         groups: if each window has one group; positions are those of `Members.members`, each
             group in an order of its own.
@@ -46,6 +48,7 @@ class Order:
     skipped: IntArray
     shuffle: bool = True
     weights: Any = None
+    sources: Sources | None = None
     seed: int = 0
     groups: Members | None = None
     names: Sequence[Any] = (None,)
@@ -63,6 +66,7 @@ class Order:
         apart: bool,
         groups: npt.ArrayLike | None,
         units: Any,
+        weights: npt.ArrayLike | Mixture | None = None,
         **options: Any,
     ) -> Order:
         """The order of a data set, with labels as users give them.
@@ -74,6 +78,7 @@ class Order:
             apart: windows are of one group each.
             groups: see `numbered`.
             units: see `unit_labels`.
+            weights: as attribute, or a mixture.
             options: further attributes.
         """
         labels, whole = unit_labels(units)
@@ -101,9 +106,14 @@ class Order:
             if apart:
                 found = Members.of(of_item, skipped if together is None else NONE)
                 names, of_group = every[of_item[found.leaders]].tolist(), None
+        sources = None
+        if isinstance(weights, Mixture):
+            sources, weights = Sources.of(weights, table, skipped), None
         return cls(
             dataset_length=len(table),
             skipped=skipped,
+            weights=weights,
+            sources=sources,
             groups=found,
             names=names,
             units=together,
@@ -112,10 +122,13 @@ class Order:
         )
 
     def __post_init__(self) -> None:
+        if self.endless and (self.groups is not None or self.units is not None):
+            raise OptionError(
+                "weights draw single samples: leave out units; and groups, unless samples_per_step "
+                "is given, so that a window mixes them"
+            )
         if self.weights is None:
             return
-        if self.groups is not None or not self.labels.alike:
-            raise OptionError("weights draw single samples: leave out groups and units, or weights")
         if not self.shuffle:
             raise OptionError("weights draw at random: they need shuffle=True, got shuffle=False")
         if np.ma.is_masked(self.weights):  # asarray would read the values under the mask
@@ -146,6 +159,11 @@ class Order:
         return self.samples if self.units is None else len(self.units)
 
     @property
+    def endless(self) -> bool:
+        """Whether samples are drawn without an end, so that the first pass never ends."""
+        return self.weights is not None or self.sources is not None
+
+    @property
     def samples(self) -> int:
         """Samples to draw from."""
         return self.dataset_length - len(self.skipped)
@@ -158,7 +176,9 @@ class Order:
         index: IntArray = ranks + np.searchsorted(kept_before, ranks, side="right")
         return index
 
-    def indices(self, key: tuple[int, int], start: int, stop: int) -> IntArray:
+    def indices(
+        self, key: tuple[int, int], start: int, stop: int, turns: Turns | None = None
+    ) -> IntArray:
         """The indices of the samples at positions `start … stop` of a pass, int64.
 
         Shape `(stop − start,)`, or more for units, one after the other. O(stop − start) anywhere in
@@ -169,7 +189,11 @@ class Order:
             key: of the pass: the epoch that passes are counted from, and its number from there.
             start: first position.
             stop: the position after the last.
+            turns: of a mixture's sources; `None`: those from the beginning on.
         """
+        if self.sources is not None:
+            path = (self.seed, key[0], Purpose.SOURCES) if self.shuffle else ()
+            return self.sources.indices(turns, start, stop, *path)
         found = self._items(*key, start, stop)
         return found if self.units is None else self.units.samples(found)
 

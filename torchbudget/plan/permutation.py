@@ -7,6 +7,7 @@ pseudorandom permutations from pseudorandom functions", 1988) on a mixed radix, 
 Rogaway ("Ciphers with arbitrary finite domains", 2002); five rounds are those of Patarin's bound
 ("Security of random Feistel schemes with 5 or more rounds", 2004).
 Elements past n walk on along their cycle until they fall below it; n/(a·b) ≈ 1 makes that rare.
+Few elements, which a network mixes slowly, are sorted by random words instead.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Purpose(IntEnum):
     SAMPLES = 6  # draws of a stream's transforms
     INDEX = 7  # the order of a map-style data set that is read as a stream
     GROUPS = 8  # the group of the next window
+    SOURCES = 9  # the permutation of a source's pass
 
 
 _ROUNDS: Final = 5
-# Few elements mix slowly: with five rounds, a chi-square test over all n! orders tells small n from
-# a fair shuffle.
-_SMALL: Final = 2**16
-_SMALL_ROUNDS: Final = 24
+# Below this number elements are sorted, which takes less time than to make the tables. With five
+# rounds, a chi-square test over all n! orders tells small n from a fair shuffle.
+_SMALL_BITS: Final = 13
 # Positions that go through the network together: their halves stay in the second-level cache.
 _CHUNK: Final = 2**15
 
@@ -88,7 +89,7 @@ def _first_word(seed: int, *key: int) -> np.uint64:
 class Permutation:
     """A bijection of range(n) that `key` chooses.
 
-    Memory O(√n); evaluation O(1) per position, anywhere.
+    Memory O(√n) from 8,192 elements on; evaluation O(1) per position, anywhere.
 
     Args:
         n: the number of positions, 1 ≤ n < 2⁶².
@@ -99,17 +100,24 @@ class Permutation:
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
-    __slots__ = ("_b", "_columns", "_n", "_rows", "_tables")
+    __slots__ = ("_b", "_columns", "_n", "_order", "_rows", "_tables")
 
     def __init__(self, n: int, seed: int, *key: int) -> None:
         self._n = n
+        self._order: IntArray | None = None
+        if n < 1 << _SMALL_BITS:
+            # The lowest bits are those of the number, so that no two words are equal.
+            words = random_words(seed, *key, count=n) << np.uint64(_SMALL_BITS)
+            words += np.arange(n, dtype=np.uint64)
+            words.sort()
+            self._order = (words & np.uint64((1 << _SMALL_BITS) - 1)).astype(np.int64)
+            return
         # An even number of rows keeps odd permutations within reach when a·b = n.
         a = 2 * math.isqrt(max(n - 1, 0) // 4) + 2
         self._b = b = -(-n // a)
-        rounds = _SMALL_ROUNDS if n < _SMALL else _ROUNDS
-        words = random_words(seed, *key, count=(a + b) * ((rounds + 1) // 2))
+        words = random_words(seed, *key, count=(a + b) * ((_ROUNDS + 1) // 2))
         self._tables: list[IntArray] = []
-        for round_ in range(rounds):
+        for round_ in range(_ROUNDS):
             length, modulus = (a, b) if round_ % 2 else (b, a)
             # A half is reduced once, at the end. Until then round r reads a half after (r + 1) // 2
             # additions, so the table continues periodically.
@@ -117,11 +125,13 @@ class Permutation:
             self._tables.append(np.tile(scale(words[:length], modulus), periods))
             words = words[length:]
         # Tables that combine the reduced halves, since a lookup is faster than a remainder.
-        self._rows = np.tile(np.arange(a) * b, 1 + (rounds + 1) // 2)
-        self._columns = np.tile(np.arange(b), 1 + rounds // 2)
+        self._rows = np.tile(np.arange(a) * b, 1 + (_ROUNDS + 1) // 2)
+        self._columns = np.tile(np.arange(b), 1 + _ROUNDS // 2)
 
     def __call__(self, positions: IntArray) -> IntArray:
         """The elements at `positions`, an int64 array of shape `(k,)` within range(n)."""
+        if self._order is not None:
+            return self._order[positions]
         # NumPy divides by one number fast, but is slow at a remainder or at both at once.
         x = positions // self._b
         y = positions - x * self._b
@@ -133,6 +143,8 @@ class Permutation:
 
         Neighbours stand in rows of the grid, where the first round is a sum without a division.
         """
+        if self._order is not None:
+            return self._order[start:stop]
         parts = [np.empty(0, np.int64)]
         rows_of_chunk = max(_CHUNK // self._b, 1)
         while start < stop:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import (
+    Block,
     WindowKey,
     best_strips,
     default_window,
@@ -51,6 +52,8 @@ _SURVEYED: Final = 4
 _SURVEYED_SAMPLES: Final = 1024
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
+# Positions of a pass that has no end: the numbers of its windows, in many epochs, have 64 bits.
+_ENDLESS: Final = 2**40
 _ONE_RANK: Final = Dealing()
 ALL_DROPPED: Final = (
     "drop_last=True drops all {}: they fill no step, or no micro-batch on each rank, or no group "
@@ -94,9 +97,10 @@ class Plan:
             Windows of units have about as many samples. `Plan.window` is the number of positions
             in each, at least one for every rank.
         drop_last: drop an incomplete last window (if a window is a step), or else the last
-            micro-batch that could still have taken a sample.
-        batches_per_epoch: micro-batches of an epoch on each rank. The data starts over where it
-            ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
+            micro-batch that could still have taken a sample; an endless order has neither.
+        per_epoch: micro-batches of an epoch on each rank, or steps if a window is one. The data
+            starts over where it ends, and the next epoch goes on in the order. `None`: an epoch is
+            one pass.
 
     Attributes:
         uncapped: the rules as they were passed, without `most_time`.
@@ -115,14 +119,14 @@ class Plan:
         *,
         window: int | None = None,
         drop_last: bool = False,
-        batches_per_epoch: int | None = None,
+        per_epoch: int | None = None,
     ) -> None:
         self.sizes = sizes
         self.uncapped = self.rules = rules
         self.order = order
         self.ranks = ranks
-        self.drop_last = drop_last
-        self.batches_per_epoch = batches_per_epoch
+        self.drop_last = drop_last and not order.endless
+        self.per_epoch = per_epoch
         number = ranks.number
         # Sizes of up to about 4,096 samples, evenly spaced over the data set.
         survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
@@ -148,7 +152,8 @@ class Plan:
         by_unit = order.units is not None and not order.labels.whole
         self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
         # A pass has one section, or one section for each group.
-        self._sections = order.groups or Members(NONE, np.array([0, len(order)]))
+        length = _ENDLESS if order.endless else len(order)
+        self._sections = order.groups or Members(NONE, np.array([0, length]))
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
         several = order.groups is None and order.labels.alike and not ranks.repeats
         several &= rules.packing is None and not rules.shapes
@@ -198,7 +203,7 @@ class Plan:
             replace(self.ranks, **ranks),
             window=window if "number" in ranks else self.window_samples,
             drop_last=self.drop_last,
-            batches_per_epoch=self.batches_per_epoch,
+            per_epoch=self.per_epoch,
         )
 
     @cached_property
@@ -231,13 +236,13 @@ class Plan:
 
         Raises:
             UnevenRanksError: the rest of the epoch cannot be split evenly. Before the first
-                micro-batch, except with `batches_per_epoch`.
+                micro-batch, except with `per_epoch`.
             OptionError: `drop_last` leaves nothing of the epoch; or the cost is that of
                 alternatives, and no samples of steps are given.
         """
         if not (self.ranks.even_sums or self.ranks.repeats):
             self.rules.refuse_alternatives()
-        cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
+        cursor, left, step = cursor.dealt_by(self), self._left(cursor), cursor.steps
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
         for span in self.spans(cursor) if left != 0 else ():
             block = span.block
@@ -249,8 +254,9 @@ class Plan:
                 to, stop = rounds, first + rounds
                 over = ends_pass and stop == batches
                 if left is not None:
-                    to = min(rounds, begun + left)
-                    left -= to - begun
+                    if not self.ranks.even_sums:
+                        to = min(rounds, begun + left)
+                    left -= 1 if self.ranks.even_sums else to - begun
                     over = not left
                 here = slice(first + begun, first + to)
                 yield Window(
@@ -261,16 +267,17 @@ class Plan:
                     starts=starts[here],
                     stops=stops[here],
                     done=done - begun,
+                    step=step,
                     ends_epoch=over,
                 )
                 if over:
                     return
-                first, done, begun = stop, done + to - begun, 0
+                first, done, begun, step = stop, done + to - begun, 0, step + 1
 
     def spans(self, cursor: Cursor) -> Iterator[Span]:
         """Solve the windows from a cursor to the end of its pass, blocks of windows at a time.
 
-        The window that the cursor stands in comes whole. With `batches_per_epoch` passes follow
+        The window that the cursor stands in comes whole. With `per_epoch` passes follow
         each other without an end. Errors are raised before the first window of a pass.
 
         Raises:
@@ -278,12 +285,12 @@ class Plan:
             OptionError: `drop_last` leaves nothing of the pass.
         """
         yield from self._spans_of_pass(cursor)
-        while self.batches_per_epoch is not None:
+        while self.per_epoch is not None and not self.order.endless:
             cursor = cursor.next_pass()
             yield from self._spans_of_pass(cursor)
 
     def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
-        """Solve the windows of one pass.
+        """Solve the windows of one pass; of an endless one, those of the epoch if they are steps.
 
         If windows are of one group each, the group of the next window is drawn in proportion to the
         samples that are left of each group.
@@ -299,7 +306,7 @@ class Plan:
         turn = self._sections.turn(done, ends, key)
         if begun is not None:
             end = begun.cursor.start + begun.length
-            yield replace(begun, end=end if turn is None else _MOST_POSITIONS)
+            yield replace(begun, end=end if turn is None and not order.endless else _MOST_POSITIONS)
         number = 1
         while turn is not None:
             here, at = stretches[turn], firsts[turn] + done[turn]
@@ -309,7 +316,7 @@ class Plan:
             done[turn] += max(number, 1) * length
             turn = self._sections.turn(done, ends, key)
             stop = at + max(number, 1) * length
-            end = stop if turn is None else _MOST_POSITIONS
+            end = stop if turn is None and not order.endless else _MOST_POSITIONS
             stays = None if number else here.stays
             yield self._span(before, at, length, max(number, 1), stays, end=end)
             number = min(2 * max(number, 1), self._most_windows)
@@ -373,17 +380,19 @@ class Plan:
     def _end(self, section: int, start: int) -> int:
         """The end of the pass, or of a group, that continues at `start`.
 
-        With `drop_last` an incomplete optimizer step at the end does not count.
+        With `drop_last` an incomplete optimizer step at the end does not count. An endless pass has
+        whole windows only.
         """
         end = int(self._sections.firsts[section + 1])
-        if self.drop_last and self.ranks.even_sums:
+        if self.order.endless or (self.drop_last and self.ranks.even_sums):
             end -= (end - start) % self.window
         return end
 
     def _remaining(self, cursor: Cursor) -> tuple[Cursor, Span | None, list[Stretch]]:
         """The cursor under this plan, the window that it stands in, and stretches of later windows.
 
-        There is one stretch for each group, or a single one.
+        There is one stretch for each group, or a single one. The turns of sources are those of the
+        later windows.
         """
         sections, cursor = self._sections, cursor.dealt_by(self)
         begun, start = self._begun(cursor)
@@ -394,6 +403,12 @@ class Plan:
             starts[sections.at(cursor.start)] = start
         begins = enumerate(starts.tolist())
         stretches = [self._stretch(cursor, at, self._end(section, at)) for section, at in begins]
+        left = self._left(cursor)
+        if self.order.endless and self.ranks.even_sums and left is not None:
+            end = start + max(left - (begun is not None), 0) * self.window
+            stretches = [Stretch(start, end, end, None)]
+        if self.order.sources is not None:
+            cursor = replace(cursor, turns=self.order.sources.onward(cursor.turns, start))
         fresh = not cursor.stop and cursor.groups is None
         if fresh and not any(one.end > one.start for one in stretches):
             raise OptionError(ALL_DROPPED.format(f"{self.order.samples} samples of the epoch"))
@@ -442,7 +457,8 @@ class Plan:
         Raises:
             UnevenRanksError: there are fewer samples than ranks.
         """
-        indices = self.order.indices(cursor.pass_key, start, start + windows * length)
+        stop = start + windows * length
+        indices = self.order.indices(cursor.pass_key, start, stop, cursor.turns)
         if left is not None:
             left = np.append(left, np.ones(len(indices) - len(left), np.bool_))
             indices = indices[left]
@@ -499,28 +515,35 @@ class Plan:
     def batches_left(self, cursor: Cursor) -> int:
         """Micro-batches of each rank from a cursor to the end of its epoch.
 
-        O(samples left), in a part of the time that planning them takes; O(1) with
-        `batches_per_epoch`.
+        O(samples left), in a part of the time that planning them takes; O(1) if epochs have a given
+        number of micro-batches, while those of a given number of steps are planned.
         """
-        left = self._batches_left(cursor)
+        left = self._left(cursor)
+        if left is not None and self.ranks.even_sums:
+            return sum(len(window.rounds) for window in self.windows(cursor, rank=0))
         if left is not None:
             return left
         cursor, begun, stretches = self._remaining(cursor)
         rounds = 0 if begun is None else int(begun.block.rounds.sum()) - cursor.rounds
         return rounds + sum(self._count(cursor, one) for one in stretches)
 
-    def _batches_left(self, cursor: Cursor) -> int | None:
-        number = self.batches_per_epoch
-        return None if number is None else max(number - cursor.done, 0)
+    def _left(self, cursor: Cursor) -> int | None:
+        """Micro-batches left of an epoch of a given length, or steps if windows are steps."""
+        if self.per_epoch is None:
+            return None
+        return max(self.per_epoch - (cursor.steps if self.ranks.even_sums else cursor.done), 0)
 
     def next_epoch(self, cursor: Cursor) -> Cursor:
-        """The epoch after a cursor's; with `batches_per_epoch` it goes on at the cursor."""
-        if self.batches_per_epoch is None:
+        """The epoch after a cursor's; one of a given length goes on at the cursor."""
+        if self.per_epoch is None:
             return cursor.next_epoch()
-        return replace(cursor, epoch=cursor.epoch + 1, done=0)
+        return replace(cursor, epoch=cursor.epoch + 1, done=0, steps=0)
 
     def windows_left(self, cursor: Cursor) -> int:
         """Count the windows from a cursor to the end of its pass: steps, if a window is one."""
+        left = self._left(cursor)
+        if left is not None:
+            return left
         _, begun, stretches = self._remaining(cursor)
         whole = sum((one.tail - one.start) // self.window for one in stretches)
         return (begun is not None) + whole + sum(one.end > one.tail for one in stretches)
@@ -577,7 +600,7 @@ class Plan:
             "longest", whose single sample would cost the most; and the "shortest".
         """
         best: dict[str, tuple[int, IntArray]] = {}
-        for span in self._spans_of_pass(cursor):
+        for span in self._spans_of_epoch(cursor):
             block = span.block
             costs = block.costs(self.rules, self.rules.chosen)
             singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
@@ -589,7 +612,28 @@ class Plan:
         return {name: indices for name, (_, indices) in best.items()}
 
     def report(self, cursor: Cursor) -> PlanReport:
-        """Plan a whole pass and sum up what it holds; O(samples)."""
-        beginning = Cursor(epoch=cursor.epoch, first=cursor.first, number=cursor.number)
-        blocks = (span.block for span in self._spans_of_pass(beginning))
-        return plan_report(blocks, self.sizes, self.rules, self.ranks, self.order)
+        """Plan a whole pass and sum up what it holds; O(samples).
+
+        Of an endless order, the epoch from the cursor's window on.
+        """
+        order, sources, span = self.order, self.order.sources, None
+        if not order.endless:
+            cursor = Cursor(epoch=cursor.epoch, first=cursor.first, number=cursor.number)
+
+        def blocks() -> Iterator[Block]:
+            nonlocal span
+            for span in self._spans_of_epoch(cursor):
+                yield span.block
+
+        report = plan_report(blocks(), self.sizes, self.rules, self.ranks, order)
+        if sources is None or span is None:
+            return report
+        stop = span.cursor.start + len(span.block.rounds) * span.length
+        return replace(report, passes=sources.passes(span.cursor.turns, stop))
+
+    def _spans_of_epoch(self, cursor: Cursor) -> Iterator[Span]:
+        """Solve the windows of a pass; of an endless one, those in which the epoch is."""
+        if not self.order.endless:
+            return self._spans_of_pass(cursor)
+        windows = self.windows(cursor, rank=0)
+        return (span for span, _ in groupby(window.span for window in windows))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class PlanReport:
             measured time of the cost; `None`: the plan has another time, or none.
         dropped: number of samples that `drop_last` drops.
         masked_rows: number of rows without a sample, with `max_shapes`; `None` without it.
+        passes: over each source of a mixture, from its first sample to the end of the epoch.
     """
 
     batches: int
@@ -83,6 +85,7 @@ class PlanReport:
     epoch_s: float | None = None
     dropped: int = 0
     masked_rows: int | None = None
+    passes: Mapping[Any, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -107,6 +110,7 @@ class PlanReport:
             ("batches over budget", f"{self.over_budget:,}" if self.over_budget else ""),
             ("imbalance of ranks", f"{self.imbalance:.4f}" if on_ranks and self.windows else ""),
             ("samples left out", left_out if self.dropped or self.skipped else ""),
+            *((f"passes over {name}", f"{passes:.3g}") for name, passes in self.passes.items()),
         ]
         return [(name, text) for name, text in rows if text]
 
@@ -197,7 +201,7 @@ def plan_report(
         imbalance=costliest / mean if mean else 1.0,
         fullest=fullest,
         epoch_s=costliest / 1e9 if isinstance(rules.time, (Surface, TimeOfWays)) else None,
-        dropped=order.samples - samples,
+        dropped=0 if order.endless else order.samples - samples,
         skipped=len(order.skipped),
         masked_rows=all_rows - samples if rules.shapes else None,
     )

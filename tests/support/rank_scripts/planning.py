@@ -34,6 +34,7 @@ from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudget,
     MemoryBudgetBatchSampler,
+    Mixture,
     PackedCost,
     PaddedCost,
     agree,
@@ -79,6 +80,11 @@ def part(shard: int, shards: int) -> Iterator[list[int]]:
 
 def planned(sizes: Any = LENGTHS, **options: Any) -> Any:
     return sampler_of(sizes, **{"budget": 2000} | options)
+
+
+def mixed(share: float) -> dict[str, Any]:
+    mixture = Mixture(np.arange(len(LENGTHS)) % 2, {0: share, 1: 1})
+    return {"weights": mixture, "samples_per_step": 64, "steps_per_epoch": 4}
 
 
 def streamed(source: Any = None, cost: Any = TOKENS, budget: Any = 2000, **options: Any) -> Any:
@@ -146,6 +152,7 @@ def compare() -> Any:
             "batches_per_epoch: 8 on rank 0, 9 on rank 1",
             lambda: planned(batches_per_epoch=8 + rank),
         ),
+        "shares": ("the mixture's shares, or what was drawn: ", lambda: planned(**mixed(1 + rank))),
         "agreed": ("", lambda: agreed(planned, other_cost, mine)),
         "epoch": ("epoch: 0 on rank 0, 1 on rank 1", lambda: at_epoch(planned(), rank)),
         "state": ("rounds: 0 on rank 0, 3 on rank 1", lambda: after(planned(), 3 * rank)),
