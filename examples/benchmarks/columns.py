@@ -10,12 +10,12 @@ Command: python examples/benchmarks/columns.py [--integers N] [--lists N] [--jso
 Hardware: 2 cores of an Intel Xeon, which other programs used too, Python 3.11, pyarrow 26.0.
 
     column          rows     s  ratio  MiB
-    integers  10,000,000  0.46   6.91   83
-    lists      1,000,000  0.85   0.91  108
-    texts      1,000,000  0.23   1.56  102
-    integers, s ≤ 2: 0.46324, holds
-    lists, times iter_batches ≤ 1.3: 0.91345, holds
-    memory, MiB ≤ 1024: 107.94, holds
+    integers  10,000,000  0.68   6.18   82
+    lists      1,000,000  0.80   1.08  109
+    texts      1,000,000  0.21   0.96  104
+    integers, s ≤ 2: 0.67757, holds
+    lists, times iter_batches ≤ 1.3: 1.0819, holds
+    memory, MiB ≤ 1024: 109.14, holds
 
 Integers are lengths below 1,024 in int32; tokens follow a Zipf distribution, in int32, and lists
 have a Poisson number of them; texts have as many letters. Each is one file in pyarrow's default row

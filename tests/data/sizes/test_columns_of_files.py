@@ -273,6 +273,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no Parquet": (lambda: file_of(b"n" * 99), "not a parquet file"),
     "a torn file": (lambda: file_of(torn()), r"a\.parquet cannot be read"),
     "other labels": (lambda: pandas(n=[1, 2, 3]).sort_values("n", ascending=False), "reset_index"),
+    "labels of floats": (lambda: pandas(n=[1, 2]).set_index(np.array([1.0, 0.0])), "reset_index"),
+    "a column of pandas twice": (
+        lambda: pandas(n=[1], m=[2]).set_axis(["n", "n"], axis=1),
+        "DataFrame cannot be read: .*duplicate",
+    ),
     "fewer labels": (lambda: pandas(n=[1, 2, 3])[1:], "reset_index"),
     "a series of pandas": (lambda: pandas(n=[1])["n"], r"the Series cannot be read.*to_frame\(\)"),
     "a series of polars": (lambda: polars(n=[1])["n"], r"the Series cannot be read.*to_frame\(\)"),
