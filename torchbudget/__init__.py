@@ -13,6 +13,7 @@ from torchbudget.cost.tracing import trace_peak_bytes
 from torchbudget.data.cache import SampleCache
 from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.collates import PackCollate, PadCollate
+from torchbudget.data.columns import sizes_of_columns
 from torchbudget.data.sampler import MemoryBudgetBatchSampler, best_shapes
 from torchbudget.data.sizes import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
@@ -76,6 +77,7 @@ __all__ = [
     "predict",
     "readers",
     "sizes_of",
+    "sizes_of_columns",
     "trace_peak_bytes",
     "transforms",
     "warm_up",

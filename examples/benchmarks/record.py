@@ -34,6 +34,7 @@ ALL = (
     "several_limits",
     "collate",
     "loader",
+    "columns",
     "streams",
     "tracked",
     "stop_together",

@@ -32,9 +32,10 @@ from torchbudget import (
 from torchbudget.commands.command_line import main
 from torchbudget.machine.host import host_memory, usable_processors
 from torchbudget.observe.report import recorded_runs
+from torchbudget.plan.cursor import Cursor
 from torchbudget.units import MiB
 
-COMMANDS = ("inspect", "plan", "measure", "watch", "report")
+COMMANDS = ("inspect", "sizes", "plan", "measure", "watch", "report")
 MODULE = "tests.support.measured_module"
 SIZES = np.random.default_rng(0).integers(10, 400, 2000)
 
@@ -120,6 +121,7 @@ def test_the_documented_commands_run(
 ) -> None:
     """In a folder with the page's files: exit code 0, results on stdout, nothing on stderr."""
     pytest.importorskip("matplotlib")
+    pytest.importorskip("pyarrow")
     sizes, module = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     Path("train.py").write_text(module, "utf-8")
     monkeypatch.syspath_prepend(folder)
@@ -304,6 +306,86 @@ def test_budgets_are_compared_by_the_predicted_time(capsys: pytest.CaptureFixtur
     assert "--min-fill does not go with a plan of least time" in capsys.readouterr().err
     assert main([*asked[:4], "--budget", "1kB", "--budget", "8kB"]) == 2
     assert "pass --samples-per-step, and a --cost" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- sizes, and plans as files
+
+
+def test_sizes_of_columns_are_written_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several columns are several axes; what cannot be read or written is named, with code 2."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name in ("b", "a"):
+        table = pa.table({"n": [len(name), ord(name)], "text": ["x", name * 9], "f": [0.5, 1]})
+        pq.write_table(table, f"{name}.parquet")
+    asked = ["sizes", "b.parquet", "a.parquet", "--column", "n"]
+    assert main([*asked, "--out", "deep/n.npy"]) == 0
+    assert capsys.readouterr().out == "4 samples in deep/n.npy\n"
+    assert np.load("deep/n.npy", mmap_mode="r").tolist() == [1, ord("b"), 1, ord("a")]
+    assert main(["sizes", "*.parquet", "--column", "text", "--column", "n", "--out", "t.npy"]) == 0
+    assert np.load("t.npy").tolist() == [[1, 1], [9, ord("a")], [1, 1], [9, ord("b")]]
+    assert main(["plan", "t.npy", "--budget", "999", "--unit-bytes", "1", "1"]) == 0
+    capsys.readouterr()
+    for wrong, message in (
+        (["sizes", "no.parquet", "--column", "n", "--out", "n.npy"], "no file matches"),
+        (["sizes", "a.parquet", "--column", "f", "--out", "n.npy"], "type double; expected"),
+        ([*asked, "--out", "a.parquet/n.npy"], "cannot write a.parquet/n.npy"),
+    ):
+        assert main(wrong) == 2
+        assert message in capsys.readouterr().err
+
+
+def read_plan(folder: str, rank: int) -> Any:
+    """The micro-batches in a folder, as the page reads them."""
+    page = (ROOT / "docs" / "past-one-machine.md").read_text("utf-8")
+    [code] = re.findall(r"```python\n([^`]*def micro_batches\(.*?)```", page, re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 10 + 1
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102  (the page's own)
+    return list(names["micro_batches"](folder, rank))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"samples_per_step": 300},
+        {"samples_per_step": 300, "drop_last": True},
+        {"window": 128, "drop_last": True, "max_batch_size": 9},
+        {"oversize": "skip", "budget": 390},
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_plan_in_files_is_that_of_the_sampler(ranks: int, rules: dict[str, Any]) -> None:
+    """Micro-batches and ends of steps, of each rank, in a later epoch too."""
+    rules = dict(rules)
+    budget = rules.pop("budget", 4000)
+    asked = ["plan", "sizes.npy", "--budget", str(budget), *ASKED[2:], "--ranks", str(ranks)]
+    for name, value in rules.items():
+        asked += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    for epoch in (0, 2):
+        assert main([*asked, "--epoch", str(epoch), "--out", f"plan-{epoch}"]) == 0
+        for rank in range(ranks):
+            sampler = MemoryBudgetBatchSampler(
+                SIZES, COST, budget, num_replicas=ranks, rank=rank, **rules
+            )
+            sampler.set_epoch(epoch)
+            found = read_plan(f"plan-{epoch}", rank)
+            assert [indices for indices, _ in found] == list(sampler)
+            cursor = Cursor(epoch=epoch)
+            ends = [one.ends_step for one in sampler.plan.micro_batches(cursor, rank=rank)]
+            assert [ends_step for _, ends_step in found] == ends
+
+
+def test_a_plan_is_not_written_over_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of each would be a third one."""
+    asked = ["plan", "sizes.npy", *ASKED]
+    assert main([*asked, "--out", "plan"]) == 0
+    assert main([*asked, "--out", "plan"]) == 2
+    assert "exists: give a new folder" in capsys.readouterr().err
+    assert main([*asked, "--budget", "5000", "--out", "other"]) == 2
+    assert "--out go with one --budget" in capsys.readouterr().err
+    assert main([*asked, "--out", "sizes.npy/plan"]) == 2
+    assert "cannot write sizes.npy/plan/indices.npy" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- watch and report

@@ -13,12 +13,13 @@ from typing import Final
 import torchbudget
 from torchbudget.commands.inspect_machine import INSPECT
 from torchbudget.commands.measure_step import MEASURE
-from torchbudget.commands.plan_epoch import PLAN
+from torchbudget.commands.plan_epoch import PLAN, SIZES
 from torchbudget.commands.watch_run import REPORT, WATCH
 from torchbudget.errors import TorchBudgetError, TorchBudgetWarning
 
 _COMMANDS: Final = {
     "inspect": INSPECT,
+    "sizes": SIZES,
     "plan": PLAN,
     "measure": MEASURE,
     "watch": WATCH,

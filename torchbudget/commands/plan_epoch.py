@@ -1,4 +1,4 @@
-"""`plan`: an epoch under a budget, from a file of sizes."""
+"""`sizes`: sizes from columns into a file; `plan`: an epoch under a budget, from such a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +16,14 @@ import numpy as np
 from torchbudget.commands import Answer, Command, as_json, save_figure
 from torchbudget.cost.measured import MeasuredCost, load_cost
 from torchbudget.cost.padded import PackedCost, PaddedCost
-from torchbudget.cost.protocol import CostModel, Sizes
+from torchbudget.cost.protocol import CostModel, IntArray, Sizes
+from torchbudget.data.columns import sizes_of_columns
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.display import aligned
 from torchbudget.errors import CostError, OptionError, OversizeError, UnevenRanksError
+from torchbudget.files import write_whole
+from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.units import parse_bytes
 
@@ -30,7 +35,8 @@ and a measured cost, the plan takes the least time, and several budgets are comp
   python -m torchbudget plan sizes.npy --budget 8GiB --cost cost.json
   python -m torchbudget plan lengths.txt --budget 16384 --unit-bytes 1  # a budget in tokens
   python -m torchbudget plan sizes.npy --cost cost.json --samples-per-step 1024 \\
-    --budget 8GiB --budget 16GiB  # the predicted time by budget"""
+    --budget 8GiB --budget 16GiB  # the predicted time by budget
+  python -m torchbudget plan sizes.npy --budget 8GiB --cost cost.json --ranks 8 --out plan"""
 SIZES_HELP: Final = (
     "a file of ints: .npy, .npz (as sizes_of keeps them), text of one line for each sample, or a "
     "JSON list; several columns are several ragged axes; - reads stdin"
@@ -67,19 +73,26 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="JSON instead of a table")
     add("--figure", metavar="FILE", type=Path, help="draw sizes and padding: .png, .svg, .pdf")
     add("--min-fill", type=float, metavar="SHARE", help="fail if the fill is lower, such as 0.9")
+    add("--epoch", default=0, **_NUMBER)
+    add("--out", metavar="DIR", type=Path, help="a new folder for the micro-batches of all ranks")
 
 
 def _run(options: argparse.Namespace) -> Answer:
     sizes, cost = read_sizes(options.sizes), _cost(options)
     rules = {name: getattr(options, name) for name in ("num_replicas", *_RULES)}
-    if len(options.budget) > 1 and (options.json or options.figure or options.min_fill):
-        raise OptionError("--json, --figure and --min-fill go with one --budget")
+    alone = options.json or options.figure or options.min_fill or options.out
+    if len(options.budget) > 1 and alone:
+        raise OptionError("--json, --figure, --min-fill and --out go with one --budget")
+    if options.out is not None and options.out.exists():
+        raise OptionError(f"--out {options.out} exists: give a new folder")
     try:
         samplers = [
             MemoryBudgetBatchSampler(sizes, cost, budget, rank=0, **rules)
             for budget in options.budget
         ]
-        sampler, report = samplers[0], samplers[0].report()
+        sampler = samplers[0]
+        sampler.set_epoch(options.epoch)
+        report = sampler.report()
         if report.epoch_s is not None and options.min_fill is not None:
             raise OptionError(
                 "--min-fill does not go with a plan of least time, which need not fill the budget"
@@ -92,11 +105,42 @@ def _run(options: argparse.Namespace) -> Answer:
         from torchbudget.observe.figures import plot_sizes
 
         save_figure(plot_sizes(sampler.plan), options.figure)
+    if options.out is not None:
+        _write_plan(sampler.plan, options.epoch, options.out)
     text = as_json(asdict(report)) if options.json else str(report)
     if options.min_fill is None or report.fill >= options.min_fill:
         return Answer(text=text)
     failed = f"the fill is {report.fill:.1%}, below {options.min_fill:.1%}"
     return Answer(text=text, failed=(failed,))
+
+
+def _write_plan(plan: Plan, epoch: int, folder: Path) -> None:
+    """Write the micro-batches of an epoch, rank after rank, as arrays that can be mapped.
+
+    `indices[starts[k] : starts[k + 1]]` is micro-batch k: of B on each rank, the b-th of rank r has
+    k = r·B + b. Step s ends after its `ends[s]`-th micro-batch, on every rank.
+    """
+    ranks, rounds = plan.ranks.number, []
+    batches: list[list[IntArray]] = [[] for _ in range(ranks)]
+    for span in plan.spans(Cursor(epoch=epoch)):
+        runs = map(slice, span.block.starts.tolist(), span.block.stops.tolist())
+        found = [span.indices[run] for run in runs]
+        for rank in range(ranks):
+            batches[rank] += found[rank::ranks]
+        rounds += span.block.rounds.tolist()
+    steps = rounds if plan.ranks.even_sums else [1] * sum(rounds)
+    together = [*chain.from_iterable(batches)]
+    _save(folder / "indices.npy", np.concatenate(together))
+    _save(folder / "starts.npy", np.cumsum([0, *map(len, together)]))
+    _save(folder / "ends.npy", np.cumsum(steps))
+
+
+def _save(path: Path, values: Sizes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda file: np.save(file, values))
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _by_budget(budgets: Sequence[str], reports: Sequence[PlanReport], cost: CostModel) -> str:
@@ -165,4 +209,26 @@ def read_sizes(name: str) -> Sizes:
         raise OptionError(f"{name} has no sizes in it: {error}") from error
 
 
+_OF_SIZES: Final = """\
+Read the sizes of samples from columns of Parquet files: integers, or lengths of lists and strings.
+Quote a glob: a shell may sort its files in another order than data sets do.
+
+  python -m torchbudget sizes 'data/*.parquet' --column length --out sizes.npy"""
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("files", metavar="FILES", nargs="+", help="paths, globs or URLs of Parquet files, in order")
+    add("--column", action="append", required=True, metavar="NAME", help="several are several axes")
+    add("--out", required=True, metavar="FILE", type=Path, help="the sizes: .npy")
+
+
+def _run_sizes(options: argparse.Namespace) -> Answer:
+    columns = options.column if len(options.column) > 1 else options.column[0]
+    sizes = sizes_of_columns(options.files, columns)
+    _save(options.out, sizes)
+    return Answer(text=f"{len(sizes):,} samples in {options.out}")
+
+
+SIZES: Final = Command("sizes from columns of Parquet files", _OF_SIZES, _add_sizes, _run_sizes)
 PLAN: Final = Command("an epoch under a budget", _DESCRIPTION, _add_arguments, _run)

@@ -56,10 +56,11 @@ def sizes_of(
     """Read the sizes of all samples of a map-style dataset into one array.
 
     The length of a tensor or an array is its `shape[0]`, of anything else its `len()`. A mapping
-    raises an error, since its length counts fields. The text and list columns of a Hugging Face
-    `datasets.Dataset` are measured without reading samples, unless a transform is applied to the
-    column. Pass pandas columns as lists: `frame["text"].tolist()`. If arrays are also ragged in
-    another axis than the first, there is an `OtherSizesWarning`, unless the key is a function.
+    raises an error, since its length counts fields. An integer in a field is the size itself.
+    Integer, text and list columns of a Hugging Face `datasets.Dataset` are read without reading
+    samples, unless a transform is applied to the column. Parquet, Arrow, polars and pandas are
+    for `sizes_of_columns`. If arrays are also ragged in another axis than the first, there is an
+    `OtherSizesWarning`, unless the key is a function.
 
     Args:
         dataset: N samples; the size of a sample must depend on its index alone.
@@ -106,20 +107,9 @@ def sizes_of(
         if sizes is None:
             sizes = _one_pass(measured, num_workers, progress)
         check_first_axis(lambda few: [one for _, one in measured.samples(few)], key, sizes, "key")
-        return sizes.astype(np.int32) if sizes.max(initial=0) < 2**31 else sizes
+        return narrowed(sizes)
 
-    if cache is None:
-        return measure()
-    path = Path(cache)
-    if path.is_dir():
-        raise OptionError(f"expected a file for the cache of sizes, got the directory {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fingerprint = _fingerprint_of(dataset, measured)
-    sizes = _load_sizes(path, fingerprint)
-    if sizes is None:
-        sizes = measure()
-        _save_sizes(path, fingerprint, sizes)
-    return sizes
+    return kept_in(cache, lambda: _fingerprint_of(dataset, measured), measure)
 
 
 class SizeDataset(Dataset[npt.NDArray[np.int64]]):
@@ -180,6 +170,11 @@ def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
     return np.concatenate(chunks)
+
+
+def narrowed(sizes: Sizes) -> Sizes:
+    """The sizes as int32, if every one fits into that."""
+    return sizes.astype(np.int32) if sizes.max(initial=0) < 2**31 else sizes
 
 
 def spread(length: int) -> list[int]:
@@ -292,7 +287,7 @@ def _stored_sizes(dataset: Any, key: SizeKey) -> Sizes | None:
     `None` if they are not certain to be those of the samples.
 
     Raises:
-        SizesError: a column has a null.
+        SizesError: a column has a null or a negative integer.
     """
     if callable(key) or not _is_hugging_face(dataset):
         return None
@@ -300,38 +295,68 @@ def _stored_sizes(dataset: Any, key: SizeKey) -> Sizes | None:
     if any(column is None for column in columns):
         return None
     sizes = np.stack(columns, axis=-1)
-    if (nulls := np.argwhere(sizes < 0)).size:
-        raise SizesError(f"sample {nulls[0, 0]} has no size for key {key!r}: it is null")
+    if (bad := np.argwhere(sizes < 0)).size:
+        raise SizesError(f"sample {bad[0, 0]} has no size for key {key!r}: it is null or negative")
     return sizes if isinstance(key, tuple) else sizes[:, 0]
 
 
 def _lengths(dataset: Any, field: Any) -> Any:
-    """The lengths in a column, −1 for a null; `None` of values that are converted or decoded."""
+    """The sizes in a column, negative if invalid; `None` if values are converted or decoded."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     layout, feature = dataset.format, type(dataset.features.get(field)).__name__
     if field not in layout["columns"] or feature not in _STORED:
         return None
     column, rows = dataset.data.column(field), dataset._indices
-    kind, is_plain = column.type, layout["type"] is None
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        lengths = pc.list_value_length(column)
-        numbers = pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
-        is_plain |= numbers and layout["type"] in ("numpy", "torch")
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        lengths = pc.utf8_length(column)
-    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        lengths = pc.binary_length(column)
-    else:
+    values = getattr(column.type, "value_type", column.type)
+    numbers = pa.types.is_integer(values) or pa.types.is_floating(values)
+    is_plain = layout["type"] is None or (numbers and layout["type"] in ("numpy", "torch"))
+    sizes = column_sizes(column) if is_plain else None
+    return sizes if rows is None or sizes is None else sizes[rows.column(0).to_numpy()]
+
+
+def column_sizes(column: Any) -> Sizes | None:
+    """The sizes in an Arrow array, int64 `(n,)`; `None` if values of its type have no size.
+
+    Invalid sizes are negative: −1 for a null, and integers beyond int64.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = str(column.type)
+    if kind in ("string", "large_string", "string_view"):
+        column = pc.utf8_length(column.cast(pa.large_string()))  # views have no kernel
+    elif kind in ("binary", "large_binary", "binary_view"):
+        column = pc.binary_length(column.cast(pa.large_binary()))
+    elif kind.startswith(("list<", "large_list<")):
+        column = pc.list_value_length(column)
+    elif not pa.types.is_integer(column.type):
         return None
-    if not is_plain:
-        return None
-    sizes = pc.fill_null(lengths, -1).to_numpy().astype(np.int64)
-    return sizes if rows is None else sizes[rows.column(0).to_numpy()]
+    sizes: Sizes = pc.fill_null(column.cast(pa.int64(), safe=False), -1).to_numpy()
+    return sizes
 
 
 # ------------------------------------------------------------------------------ the file
+
+
+def kept_in(cache: Any, fingerprint: Callable[[], Any], measure: Callable[[], Sizes]) -> Sizes:
+    """The sizes in a file with this fingerprint; otherwise measured, and written to the file.
+
+    Raises:
+        OptionError: the cache is a directory.
+    """
+    if cache is None:
+        return measure()
+    path = Path(cache)
+    if path.is_dir():
+        raise OptionError(f"expected a file for the cache of sizes, got the directory {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = fingerprint()
+    sizes = _load_sizes(path, found)
+    if sizes is None:
+        sizes = measure()
+        _save_sizes(path, found, sizes)
+    return sizes
 
 
 def _fingerprint_of(dataset: Any, measured: SizeDataset) -> dict[str, Any]:
@@ -419,9 +444,9 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
                 raise ValueError("expected an int or one int per axis, got none")
             return tuple(map(_count, size))
         if isinstance(key, tuple):
-            return tuple(_length(_field(sample, field)) for field in key)
+            return tuple(_length(_field(sample, field), is_field=True) for field in key)
         if key is not None:
-            return _length(_field(sample, key))
+            return _length(_field(sample, key), is_field=True)
         if isinstance(sample, tuple):
             raise TypeError(
                 "a tuple's length is its number of fields; name the one that is ragged, "
@@ -501,13 +526,15 @@ def _field(sample: Any, field: FieldName) -> Any:
     return sample[field]
 
 
-def _length(value: Any) -> int:
+def _length(value: Any, *, is_field: bool = False) -> int:
     if isinstance(value, Mapping):
         raise TypeError(
             "a mapping's length is its number of fields; name the one that is ragged, "
             "as in key='input_ids'"
         )
     shape = getattr(value, "shape", None)
+    if is_field and (is_int(value) or shape == ()):
+        return _count(value)
     if is_number(value) or shape == ():
         raise TypeError(f"{value!r:.50} has no length; give a function that returns {_AN_INT}")
     return int(shape[0]) if isinstance(shape, tuple) else len(value)
