@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +168,45 @@ def test_trainers_of_ray_that_lose_workers() -> None:
     assert re.findall(r"^(\d) workers: one was lost", printed, re.MULTILINE) == ["2", "1"]
     counts = re.findall(r"^epoch \d: each sample (\d) to (\d) times", printed, re.MULTILINE)
     assert counts == [("1", "1")] * 2
+
+
+# ---------------------------------------------------------------------- torchft
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_replica_of_torchft_that_is_lost(tmp_path: Path) -> None:
+    """It is killed within a step; the other one goes on alone, and then with a new one.
+
+    Each sample is in one committed step of an epoch.
+    """
+    pytest.importorskip("torchft")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [Path(sys.executable).with_name("torchft_lighthouse"), "--bind", address]
+    command += ["--min_replicas", "1", "--join_timeout_ms", "3000"]
+
+    def replica(number: int, *more: Any) -> subprocess.Popen[bytes]:
+        script = [sys.executable, ROOT / "examples" / "elastic_torchft.py", tmp_path / "files"]
+        script += ["--lighthouse", f"http://{address}", "--samples", 4000, "--replica", number]
+        return subprocess.Popen([*map(str, script), *map(str, more)], env=ENVIRONMENT)
+
+    started = [subprocess.Popen([*map(str, command)])]
+    try:
+        started += [replica(0), replica(1, "--lost-at", 10)]
+        assert started[2].wait() == -signal.SIGKILL
+        started.append(replica(1))
+        assert [one.wait() for one in (started[1], started[3])] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    counts, together = [Counter[int](), Counter[int]()], set()
+    for path in (tmp_path / "files").iterdir():
+        for line in map(json.loads, path.read_text().splitlines()):
+            counts[line["epoch"]].update(line["samples"])
+            together.add((int(path.suffixes[0][1:]), line["replicas"]))
+    assert counts == [Counter(range(4000))] * 2
+    first, lost, late = (one.pid for one in started[1:])
+    assert together == {(first, 1), (first, 2), (lost, 2), (late, 2)}
