@@ -10,12 +10,26 @@ Command: PYTHONPATH=. python examples/benchmarks/compared.py [--most-ranks R] [-
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Linux; no figure
 depends on it.
 
-    table
+    connected        ranks  store, bytes  rank 0, bytes  packets  others, bytes  their packets
+    all                  2           364          1,180       15          1,180             15
+    all                  4           788          3,540       45          3,244             39
+    all                  8         1,828          8,260      105          7,372             88
+    all                 16         4,676         17,700      225         15,628            185
+    all                 32        13,444         36,580      465         32,140            377
+    all                 64        43,268         74,196      944         65,164            765
+    those that meet      2           168          1,180       15          1,188             16
+    those that meet      4           496          3,556       47          3,260             42
+    those that meet      8         1,152          8,300      111          7,396             92
+    those that meet     16         2,464         17,812      239         15,644            185
+    those that meet     32         5,088         36,660      475         32,164            379
+    those that meet     64        10,336         74,724      994         65,188            765
+    bytes for each other rank ≤ 2048: 1187.5, holds
 
-Counted by the kernel, for each TCP connection of a rank. `store` is all that a rank receives from
-the store until its first batch; 8·R² + 164·R + 12 for R ranks by default. The other columns are
-what `iter` makes ranks receive from each other: one barrier, in which rank 0 hears from all, and
-two `all_gather`, which pass what each rank has around a ring. They send as much as they receive.
+Counted by the kernel, for each TCP connection of a rank; the most of any rank. `store` is all that
+a rank receives from the store until its first batch: 8·R² + 164·R + 4 bytes for R ranks by default,
+and 164·(R - 1) + 4 if those connect that meet. The other columns are what `iter` makes ranks
+receive from each other: one barrier, in which rank 0 hears from all, and two `all_gather`, which
+pass what each rank has around a ring. They send as much as they receive.
 """
 
 from __future__ import annotations
