@@ -2,7 +2,8 @@
 
 Question: with the sizes of up to 1,000,000,000 samples in a memory map (uint16), and optimizer
 steps of 65,536 and 1,048,576 samples on 8 to 4,096 ranks, how long does one rank take to its first
-batch, how much memory is there beyond the sizes, and how evenly are the ranks loaded?
+batch, how much memory is there beyond the sizes, and how evenly are the ranks loaded? With full
+micro-batches, and with those that take the least time.
 
 Command: python examples/benchmarks/plan_large.py [--most-samples N] [--json PATH]
 (the file is written to the temporary directory, and removed; TMPDIR chooses another disk)
