@@ -38,6 +38,7 @@ ALL = (
     "streams",
     "tracked",
     "stop_together",
+    "compared",
     "any_model",
     "any_model_cpu",
     "kept_budget",

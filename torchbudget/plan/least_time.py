@@ -64,7 +64,9 @@ def with_least_time(
         rules = replace(rules, time=cost.time if cost.seconds or needs_time else None)
     if rules.time is None or rules.packing is not None or rules.max_shapes is not None:
         return rules, strips
-    every = rules.padded(np.concatenate([sizes for sizes, _ in windows]))
+    sizes = np.concatenate([sizes for sizes, _ in windows])
+    # A step of a million samples has few different lengths, whose costs take little memory.
+    every = rules.padded(np.unique(sizes) if sizes.ndim == 1 else sizes)
     one, two = (rules.time.batch_bytes(n, every) for n in (1, 2))
     if (2 * one <= two).all():
         return rules, strips
