@@ -9,6 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
+import sys
 import warnings
 from operator import attrgetter
 from pathlib import Path
@@ -172,7 +173,8 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
     """
     script = ROOT / "tests" / "support" / "script_import.py"
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/"}
-    done = python("-B", "-P", script, cwd=tmp_path, env=environment)
+    flags = ["-B", "-P"] if sys.version_info >= (3, 11) else ["-B"]
+    done = python(*flags, script, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     modules = set(found.pop("modules"))

@@ -253,15 +253,14 @@ def load_figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtraError.of("matplotlib", "plot") from None
-    return Figure(figsize=(10, 5), layout="constrained")
+    return Figure(figsize=(10, 7), layout="constrained")
 
 
 def plot(figure: Any, runs: dict[str, Run], budget_bytes: int) -> None:
-    """Draw every batch over the seconds that it took, in one panel for each of two runs."""
+    """Draw every batch over the seconds that it took, in one panel for each run."""
     mebi = 2**20
-    panels = figure.subplots(2, 1, sharex=True)
-    for axes, kind in zip(panels, (FIXED, OURS), strict=True):
-        run = runs[kind]
+    panels = figure.subplots(len(runs), 1, sharex=True)
+    for axes, (kind, run) in zip(panels, runs.items(), strict=True):
         base = int(run.cost.batch_bytes(0, 0)) / mebi
         own = run.predicted_bytes / mebi - base
         text = own * run.batch_tokens / run.shapes.prod(axis=1)
@@ -274,13 +273,13 @@ def plot(figure: Any, runs: dict[str, Run], budget_bytes: int) -> None:
         )
         axes.bar(0, base, run.training_s, align="edge", color="0.85", label="process and model")
         axes.axhline(budget_bytes / mebi, color="C3", label="budget")
-        title = f"{kind}: {len(own)} batches, {run.padding:.0%} padding, {run.training_s:.0f} s"
+        title = f"{kind}: {run.training_s:.1f} s, {run.padding:.0%} padding, {len(own)} batches"
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_ylim(0, 1.08 * budget_bytes / mebi)
-        axes.set_ylabel("memory (MiB)")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_xlim(0, None)
-    panels[1].set_xlabel("seconds of training on the same texts; each bar is a batch")
+    figure.supylabel("memory (MiB)", fontsize="medium")
+    panels[-1].set_xlabel("seconds of training on the same texts; each bar is a batch")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
