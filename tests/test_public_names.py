@@ -9,6 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
+import runpy
 import sys
 import warnings
 from operator import attrgetter
@@ -92,6 +93,12 @@ def test_the_reference_documents_every_public_name_once() -> None:
     # An error that stands on top too is documented with the others.
     expected = {f"torchbudget.{name}" for name in PUBLIC if f"errors.{name}" not in PUBLIC}
     assert expected <= set(documented)
+
+
+def test_the_reference_is_current() -> None:
+    """After a change of a signature or a docstring, `python docs/reference.py` writes it anew."""
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    assert runpy.run_path(str(ROOT / "docs" / "reference.py"))["with_summaries"](page) == page
 
 
 @pytest.mark.parametrize("name", documented_names())
