@@ -32,6 +32,7 @@ def mended(env: Any) -> Iterator[None]:
     Args:
         env: the shape environment; its `quotients` are symbols, by the expression of each.
     """
+    from torch._subclasses import FakeTensor
     from torch.fx.experimental.sym_node import SymNode
 
     of_symbols = {name: _named(env, getattr(SymNode, name)) for name in ("int_floordiv", "mod")}
@@ -41,7 +42,9 @@ def mended(env: Any) -> Iterator[None]:
         patch.multiple(F, interpolate=_interpolate, one_hot=_one_hot),
         patch.multiple(torch, from_numpy=_from_numpy, matmul=_matmul),
         patch.object(torch._VF, "stft", _stft),
-        patch.multiple(torch.Tensor, **of_tensors),
+        # Not of `torch.Tensor`: CPython keeps a class that ever had a `__getitem__` in Python among
+        # the sequences, and then `torch.tensor([loss])` asks for the `len` of a loss.
+        patch.multiple(FakeTensor, **of_tensors),
         patch.multiple(SymNode, **of_symbols),
     ):
         yield
