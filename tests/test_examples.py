@@ -166,6 +166,24 @@ def test_graphs_of_two_limits_and_groups_take_few_batches():
         assert least <= ours <= least + 2
 
 
+def test_rows_of_texts_with_images_fill_the_budget_on_even_ranks():
+    """Within 2 % by the predicted time; the real peaks are 0.90 to 1.00 of the budget.
+
+    The example itself checks that every sample comes once, and that rows keep both limits.
+    """
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL")
+    printed = example("multimodal", "--samples", 800, "--samples-per-step", 400)
+    by_tokens, by_both = (
+        float(re.search(rf"^{by} +([\d.]+)", printed, re.MULTILINE)[1])
+        for by in ("by tokens", "by text and patches")
+    )
+    assert by_both < min(by_tokens, 1.02)
+    ended = re.search(r"^rows the bytes end(.*)$", printed, re.MULTILINE)[1]
+    mean, highest = map(float, ended.split()[-2:])
+    assert 0.9 <= mean <= highest <= 1
+
+
 def test_a_compiled_model_sees_few_shapes():
     """It is compiled once for each of them, and learns."""
     printed = example(

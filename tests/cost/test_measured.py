@@ -496,3 +496,67 @@ def test_what_is_not_packed() -> None:
     grid = Grid(((1, 9),), ((1, 2),) * 2, ((1.0, 1.0),) * 2, (2, 2))
     with pytest.raises(CostError, match="interpolated"):
         measured(pieces=(), grid=grid, largest=(9,)).packed()
+
+
+def by_runs(runs: list[tuple[int, tuple[int, ...]]], bytes_of: Any, **options: Any) -> MeasuredCost:
+    """A cost that rests on runs of n samples of a size."""
+    probes = tuple(Probe(n, size, int(bytes_of(n, size)), False, "run") for n, size in runs)
+    sizes = np.array([size for _, size in runs])
+    reached = max(one.peak_bytes for one in probes)
+    low, high = sizes.min(axis=0).tolist(), sizes.max(axis=0).tolist()
+    axes = tuple(zip(low, high, strict=True))
+    columns = 2 ** len(axes)
+    grid = Grid(axes, ((1, 2),) * columns, ((1.0, 1.0),) * columns, (2,) * columns, reached)
+    ends = {"smallest": tuple(low), "largest": tuple(high)}
+    return measured(pieces=(), grid=grid, probes=probes, **ends, **options)
+
+
+CORNERS = [(n, (a, b)) for n in (1, 3, 10) for a, b in product((2, 50), (4, 90))]
+
+
+@given(
+    st.lists(st.integers(1, 2**20), min_size=3, max_size=3), st.integers(0, 40), st.floats(0, 0.1)
+)
+def test_a_packed_cost_by_runs(terms: list[int], square: int, margin: float) -> None:
+    """No run is above the plane; it is the bytes themselves if they are one.
+
+    Bytes with the square of a row's length are nowhere above it, up to the longest row that was
+    run. No row is larger than the runs, whatever the budget; no sample is longer.
+    """
+    fixed, *units = terms
+
+    def bytes_of(n: Any, size: Any) -> Any:
+        sums = n * np.array(size, float)
+        return fixed + sums @ units + square * sums[..., 0] ** 2
+
+    cost = by_runs(CORNERS, bytes_of, margin=margin)
+    packed = cost.packed(no_padding=True)
+    rng = np.random.default_rng(0)
+    for size in rng.integers((2, 4), (51, 91), (50, 2)):
+        n = int(min(500 // size[0], 900 // size[1]))
+        real, found = bytes_of(n, size), int(packed.batch_bytes(n, size))
+        assert found >= real - 4
+        if not square:
+            assert found <= (1 + margin) * real + n + 4
+    reached = max(one.peak_bytes for one in cost.probes)
+    assert packed.room_bytes(2**40) <= (1 + margin) * reached
+    assert int(packed.capacity((2, 4), 2**50)) == int(packed.capacity((2, 4), packed.most_bytes))
+    assert packed.capacity([(51, 4), (2, 91)], 2**40).tolist() == [0, 0]
+    assert packed.item_bytes((0, 0)) == packed.item_bytes((2, 4))  # shorter than any that was run
+
+
+def test_what_runs_do_not_show() -> None:
+    """Whether the step pads; the bytes of an axis that grew with another one in all runs."""
+
+    def bytes_of(n: int, size: tuple[int, ...]) -> int:
+        return 1000 + n * sum(size)
+
+    with pytest.raises(CostError, match=r"packed\(no_padding=True\), .* states that"):
+        by_runs(CORNERS, bytes_of).packed()
+    one_ratio = [(n, (size, 2 * size)) for n in (1, 7) for size in (4, 40)]
+    with pytest.raises(CostError, match="all sizes that were run have one ratio"):
+        by_runs(one_ratio, bytes_of).packed(no_padding=True)
+    assert by_runs([(1, (4,)), (5, (9,))], bytes_of).packed(no_padding=True).unit_bytes == 1.0
+    four = [(n, size) for n in (1, 7) for size in product((1, 9), repeat=4)]
+    with pytest.raises(CostError, match="interpolated"):
+        by_runs(four, bytes_of).packed(no_padding=True)

@@ -523,6 +523,14 @@ def test_bytes_of_batches_of_any_type() -> None:
     assert batch_bytes(batch) == 5 * 10 * (4 * 64 + 8)
 
 
+def test_tensors_are_no_sequences_after_a_trace() -> None:
+    """As before it; else `torch.tensor` of a list of losses asks for their `len`, and raises."""
+    step = training(lambda x, layer: layer(x)[:, :2, None], nn.Linear(16, 16))
+    measure_cost(step, frames, max_size=64, method="trace")
+    assert torch.tensor([torch.tensor(2.0), torch.tensor(3.0)]).tolist() == [2, 3]
+    assert not {"__getitem__", "__matmul__", "matmul"} & vars(torch.Tensor).keys()
+
+
 def test_a_leak_is_said() -> None:
     kept: list[torch.Tensor] = []
 

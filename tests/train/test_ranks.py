@@ -112,3 +112,20 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
         assert len(told["refused"]) == len(said)
         for text, expected in zip(told["refused"], said, strict=True):
             assert expected in text
+
+
+@pytest.mark.slow
+def test_a_round_in_which_one_rank_has_no_image(tmp_path: Path) -> None:
+    """The gradient is that of one process: 1e-12, with accumulation.
+
+    `GradAccumulator` needs nothing for it; a loop of one's own under DDP needs an image times 0 in
+    each micro-batch without one, or `find_unused_parameters`. In a step without any image the
+    accumulator leaves the vision part without a gradient, as one process does.
+    """
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL", reason="makes images")
+    for told in run_ranks(script("images.gradients_of_steps"), tmp_path, 2):
+        assert set(told) == {"last", "first", "never", "nobody"}
+        for name, found in told.items():
+            assert max(found[way] for way in ("accumulator", "unused", "image")) <= EXACT, name
+            assert found["missing"] == (found["of"] if name == "nobody" else 0)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +34,8 @@ MOST_MARGIN: Final = 1000
 _FAILED: Final = 0.02
 _FORMAT: Final = 9  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
+_MOST_AXES: Final = 3  # of a packed cost by runs, which are dozens: all triples are few
+_PARALLEL: Final = 1e-9  # determinant of sums of sizes, as shares of the largest
 # Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
 # enough that the sum over a window does not wrap.
 _BEYOND_BYTES: Final = 2**45
@@ -210,7 +213,7 @@ class MeasuredCost:
         both = [np.broadcast_to(one, (*shape, one.shape[-1])) for one in (number, size)]
         return np.concatenate(both, axis=-1, dtype=np.int64).reshape(-1, 1 + self.axes), shape
 
-    def packed(self) -> PackedCost:
+    def packed(self, *, no_padding: bool = False) -> PackedCost:
         """Return this cost as a `PackedCost`, if `make_batch` made packed batches.
 
         The measured batches had n samples of one size. In the packed cost each sample costs by its
@@ -218,9 +221,21 @@ class MeasuredCost:
         included. Samples shorter than `smallest` cost as much as it, so
         measure with `sizes` or `min_size`. Samples longer than `largest` exceed every budget.
 
+        Args:
+            no_padding: states that the step pads no sample to the size of another one. The cost of
+                a step that was only run, in sizes of up to three axes, is then `fixed_bytes` and
+                `unit_bytes`: of all planes over the sums of the sizes that no run is above, the
+                lowest. Where attention masks a row as a whole, a row has bytes of its length
+                squared; `unit_bytes` then have those of the longest rows that were run. No row gets
+                more bytes than a run has reached, whatever the budget.
+
         Raises:
-            CostError: the bytes are not a constant plus a sum over the samples.
+            CostError: the bytes are not a constant plus a sum over the samples; or the step was
+                only run, on samples of one size, which do not show whether it pads.
         """
+        by_runs = {one.how for one in self.probes} == {"run"}
+        if no_padding and by_runs and self.grid is not None and self.axes <= _MOST_AXES:
+            return self._above_runs(self.grid)
         surface = self._surface
         pairs = zip(surface.rows, surface.starts.tolist(), strict=True)
         rows = np.stack([moved(row, -start) for row, start in pairs], axis=1)
@@ -231,7 +246,9 @@ class MeasuredCost:
                 "a packed cost must be a constant plus a share of each sample, but this step was "
                 "interpolated, or has terms in n², or others of the size without n: pass a "
                 "make_batch(n, size) that concatenates n samples of one size, if the measured one "
-                "did not; else state a PackedCost. loader(packed=False) plans for padding"
+                "did not; else state a PackedCost. loader(packed=False) plans for padding. If the "
+                "step was only run, packed(no_padding=True), or loader(packed=True), states that "
+                "it does not pad, which samples of one size cannot show"
             )
         shares = np.ceil(each.max(axis=0)).astype(np.int64)
         unit: Any = (1,) * self.axes  # of several axes, only how many there are
@@ -241,6 +258,36 @@ class MeasuredCost:
             fixed_bytes=constant.max(), sample_bytes=1, unit_bytes=unit, shares=shares,
             surface=replace(surface, rows=surface.rows[:0]),
         )  # fmt: skip
+
+    def _above_runs(self, grid: Grid) -> PackedCost:
+        """The lowest plane over the sums of the sizes of a row that no run is above."""
+        sums = np.array([[1, *(one.n * size for size in one.size)] for one in self.probes], float)
+        peaks = np.array([one.peak_bytes for one in self.probes], float)
+        most = sums.max(axis=0)
+        if np.linalg.matrix_rank(sums / most, _PARALLEL) < len(most):
+            raise CostError(
+                "the bytes of each axis cannot be told apart, since all sizes that were run have "
+                "one ratio: measure with sizes= of samples whose axes differ, or a larger budget"
+            )
+        # The lowest plane lies on as many runs as it has coefficients, or one of these is 0. It is
+        # to be low where rows are large.
+        rows = np.concatenate([sums / most, np.eye(len(most))])
+        least = np.append(peaks, np.zeros(len(most)))
+        some = np.array([*combinations(range(len(rows)), len(most))])
+        some = some[np.abs(np.linalg.det(rows[some])) > _PARALLEL]
+        planes = np.linalg.solve(rows[some], least[some][..., None])[..., 0]
+        planes = planes[(planes @ rows.T >= least - 1).all(axis=1)]  # a byte for rounding
+        weights = (peaks - peaks.min()) @ sums / most
+        fixed, *slopes = np.maximum(planes[(planes @ weights).argmin()] / most, 0).tolist()
+        raised = 1 + self.margin
+        units = [raised * slope for slope in slopes]
+        return _PackedByRuns(
+            fixed_bytes=raised * (fixed + self.offset),
+            unit_bytes=units if self.axes > 1 else units[0],
+            most_bytes=int(raised * (grid.reached + self.offset)),
+            smallest=self.smallest,
+            largest=self.largest,
+        )
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
         """Compare the real peak of a step with its prediction.
@@ -544,7 +591,7 @@ class WaysCost(MeasuredCost):
         ways = tuple(one.with_margin(margin) for one in self.ways)
         return replace(self, margin=margin, ways=ways)
 
-    def packed(self) -> PackedCost:
+    def packed(self, *, no_padding: bool = False) -> PackedCost:
         """Refuse: a minimum over ways is no sum over samples."""
         raise CostError("alternatives are for padded batches: packed ones are as full as fits")
 
@@ -696,3 +743,34 @@ class _PackedMeasuredCost(PackedCost):
         """See `AdditiveCost.item_bytes`; beyond what was measured, more than any device has."""
         column, beyond = self.surface.place(sizes)
         return np.where(beyond, _BEYOND_BYTES, self.shares[column])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PackedByRuns(PackedCost):
+    """A `PackedCost` that was fitted to runs.
+
+    Attributes:
+        most_bytes: bytes that runs have reached, beyond which nothing is known.
+        smallest: the smallest size on every axis that was run; shorter samples cost as much.
+        largest: the largest one; longer samples cost more than any device has.
+    """
+
+    most_bytes: int
+    smallest: tuple[int, ...]
+    largest: tuple[int, ...]
+
+    def item_bytes(self, sizes: ArrayLike) -> IntArray:
+        """See `AdditiveCost.item_bytes`."""
+        each = axes_last(sizes, self.axes)
+        known = np.clip(each, self.smallest, self.largest)
+        items = super(_PackedByRuns, self).item_bytes(known if self.axes > 1 else known[..., 0])
+        return np.where((each > self.largest).any(axis=-1), _BEYOND_BYTES, items)
+
+    def room_bytes(self, budget_bytes: int) -> int:
+        """See `AdditiveCost.room_bytes`: no row is larger than the runs."""
+        return super(_PackedByRuns, self).room_bytes(min(budget_bytes, self.most_bytes))
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`: no row is larger than the runs."""
+        known = np.minimum(budget_bytes, self.most_bytes)
+        return super(_PackedByRuns, self).capacity(padded_size, known)

@@ -482,7 +482,7 @@ def _packed(cost: MeasuredCost, batches: RealBatches, packed: bool | None) -> Co
         if not is_stated and not batches.concatenates():
             return cost
         multiple = getattr(batches.collate, "total_multiple", 1)
-        return replace(cost.packed(), total_multiple=multiple)
+        return replace(cost.packed(no_padding=bool(packed)), total_multiple=multiple)
     except CostError as error:
         if is_stated:
             raise

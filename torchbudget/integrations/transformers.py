@@ -29,6 +29,7 @@ from torchbudget.train.loop import evaluation_mode, source_of
 
 _Trainer: Any = object  # the Trainer comes after the mixin
 _KEY: Final = "torchbudget"  # in trainer_state.json
+_KINDS: Final = ("image", "video", "audio")  # of placeholders, in the names of a config
 _COMPARED: Final = 16  # positions: a row of logits may be as large as the model
 # Losses of 23 heads in float32, with weights three times as large as their first ones, were off by
 # 1.6 times the precision, and once by 30 times.
@@ -334,9 +335,9 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
 
     It depends on the class and the attention of the model whether they do; the loss falls either
     way. The function runs the batch twice, in evaluation mode and without gradients and labels, the
-    second time with other tokens in the first sample, and compares the outputs of the other
-    samples. If the model is sharded, every rank must call the function. A row of one sample passes,
-    and so does a model without an output for each position.
+    second time with other tokens in the first sample, except in place of images, videos and sounds.
+    It compares the outputs of the other samples. If the model is sharded, every rank must call the
+    function. A row of one sample passes, and so does a model without an output for each position.
 
     Args:
         model: the model, on the batch's device.
@@ -359,8 +360,11 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     ids, end, before = batch[IDS], int(batch["cu_seq_lens_q"][1]), _virtual_tokens(model)
-    changed = ids.clone()
-    changed[0, :end] = ids.min() if ids[0, 0] == ids.max() else ids.max()
+    is_word = ~torch.isin(ids, torch.tensor(_placeholders(model), dtype=ids.dtype).to(ids.device))
+    words, ours = ids[is_word], is_word & (torch.arange(ids.shape[1], device=ids.device) < end)
+    if not ours.any():
+        return
+    changed = ids.masked_fill(ours, int(words.min() if words[0] == words.max() else words.max()))
     found = []
     with _checking(model, "checks_rows"):
         for row in (ids, changed):
@@ -451,6 +455,14 @@ def check_weights(
         )
     # A first half that weighs 1 + x times as much changes its share p by about x·p·(1 - p).
     return _NOTICED * weights[0] * weights[1] / total**2 * abs(first - second) > rounding
+
+
+def _placeholders(model: nn.Module) -> list[int]:
+    """Return the ids of tokens that stand for images, videos and sounds, by the model's config."""
+    configs = [getattr(part, "config", None) for part in model.modules()]
+    names = [f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")]
+    found = {getattr(config, name, None) for config in configs for name in names}
+    return [one for one in found if isinstance(one, int)]
 
 
 def _virtual_tokens(model: nn.Module) -> int:

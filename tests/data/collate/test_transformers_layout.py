@@ -85,6 +85,38 @@ def test_it_is_every_sample_and_its_padding_in_segments_of_their_own(
             assert bitwise(mine, value) if isinstance(value, Tensor) else mine == value
 
 
+@given(texts, st.data(), st.integers(1, 5), st.integers(0, 3))
+def test_positions_of_three_axes_are_below_those_in_each_text(
+    ids: list[list[int]], data: st.DataObject, multiple: int, start: int
+) -> None:
+    """Four rows, of which the first one is that of samples without positions of their own.
+
+    Padding has zeros. Samples and parts have their own positions again.
+    """
+    axis = st.integers(0, 500)
+    rows = [[data.draw(st.lists(axis, min_size=3, max_size=3)) for _ in one] for one in ids]
+    own = [torch.tensor(one, dtype=torch.int64).reshape(-1, 3).T for one in rows]
+    samples: list[dict[str, Any]] = [{"input_ids": np.array(t, dtype=np.int64)} for t in ids]
+    placed = [s | {"position_ids": p} for s, p in zip(samples, own, strict=True)]
+    made = collate(size_multiple=multiple, total_multiple=4, position_ids_start=start)
+    batch, plain = made(placed), made(samples)
+    positions = batch["position_ids"]
+    assert positions.shape == (4, 1, plain["input_ids"].shape[1])
+    assert bitwise(positions[0], plain["position_ids"])
+    joined = torch.zeros_like(positions[1:, 0])
+    for one, (_, place) in zip(own, plain._known.layouts["input_ids",].places, strict=True):
+        joined[:, place] = one
+    assert bitwise(positions[1:, 0], joined)
+    for sample, one in zip(batch.samples(), own, strict=True):
+        assert bitwise(sample["position_ids"], one)
+    parts = batch.split(data.draw(st.integers(1, len(ids))))
+    starts = itertools.accumulate((part.num_samples for part in parts), initial=0)
+    for part, first in zip(parts, starts, strict=False):
+        expected = made(placed[first : first + part.num_samples])
+        assert set(part) == set(expected)
+        assert bitwise(part["position_ids"], expected["position_ids"])
+
+
 def test_fields_of_tokens_are_in_the_row_and_others_are_stacked() -> None:
     samples = [
         {"input_ids": [1, 2], "labels": torch.tensor([3, 4]), "w": [0.5, 1.0], "id": 7},
@@ -126,6 +158,21 @@ def test_its_segments_go_where_it_goes() -> None:
         ([{"input_ids": 1}], "one token id per position"),
         ([{"input_ids": [[1, 2]]}], r"got samples of field 'input_ids' of shape \[1, 1, 2\]"),
         ([{"input_ids": [1, 2], "seq_idx": [0, 0]}], "leave field 'seq_idx' out"),
+        ([{"input_ids": [1, 2], "position_ids": [0, 1]}], r"shape \(3, L\), .* of shape \(2,\)"),
+        ([{"input_ids": [1], "position_ids": torch.ones(3, 1, 1).long()}], r"shape \(3, 1, 1\)"),
+        (
+            [{"input_ids": [1], "position_ids": torch.ones(4, 1).long()}],
+            r"got .* of shape \(4, 1\)",
+        ),
+        (
+            [{"input_ids": [1], "position_ids": torch.ones(3, 1)}],
+            "integers .* got torch.float32",
+        ),
+        ([{"input_ids": [1], "position_ids": [[0, 1]] * 3}], "'input_ids' has the length 1, and"),
+        (
+            [{"input_ids": [1], "mm_token_type_ids": [1], "image_grid_thw": [1]}],
+            "grids of images, but no 'position_ids'",
+        ),
         ([{"input_ids": [1], "x": {"y": [1]}}], r"leave field \('x', 'y'\) out"),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "tokenize without padding"),
         ([{"input_ids": [1], "labels": 3}], "causal_labels=False"),

@@ -50,6 +50,7 @@ from torchbudget.data.collate.layouts import (
     IGNORED_LABEL,
     LABELS,
     OWN_PADDING,
+    SIGNED,
     JoinedLayout,
     Layout,
     PaddedLayout,
@@ -57,6 +58,7 @@ from torchbudget.data.collate.layouts import (
     PaddingValue,
     RowRule,
     join,
+    join_positions,
     on_device,
     own_padding,
     pad,
@@ -70,8 +72,10 @@ Side: TypeAlias = str | float
 
 RULES: Final = ("padded", "joined", "stacked", "listed")
 IDS: Final = "input_ids"
-_SIGNED: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
-_MADE: Final = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+_POSITIONS: Final = "position_ids"
+_TYPES: Final = "mm_token_type_ids"
+_GRIDS: Final = ("image_grid_thw", "video_grid_thw")
+_MADE: Final = (_POSITIONS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
                 "seq_idx", "use_cache")  # fmt: skip
 
 
@@ -467,7 +471,7 @@ class PadCollate(FieldCollate):
         fields = zip(known.layouts.items(), known.fields(batch.data), strict=True)
         for (path, layout), value in fields:
             is_label = own_padding(batch.data, path, self._own_padding) == IGNORED_LABEL
-            if is_label and isinstance(value, Tensor) and value.dtype in _SIGNED:
+            if is_label and isinstance(value, Tensor) and value.dtype in SIGNED:
                 found = True
                 if rows > n:
                     value[layout.part(n, rows)[0]] = IGNORED_LABEL
@@ -527,7 +531,9 @@ class PackCollate(FieldCollate):
             `labels` and other fields with one value per token in one row, `(1, total)`;
             `position_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and
             `seq_idx` of its segments; and `use_cache=False`. It has no attention mask; if samples
-            have one, it must be all ones. Fields with a rule are not in the row.
+            have one, it must be all ones. Fields with a rule are not in the row. If samples have
+            `position_ids`, of shape `(3, L)`, those of the row are `(4, 1, total)`, as models of
+            text with images need them: first the position in each text, then these three.
         size_multiple: each sample is padded to a multiple of it. It must be that of the sampler or
             stream, and may be read from it, as in `PadCollate`. Padding is 0 (-100 in `labels`). It
             forms segments of its own, so no sample attends to it. `cu_seqlens` includes these
@@ -602,6 +608,14 @@ class PackCollate(FieldCollate):
         if self.layout is None and (self.position_ids_start, self.causal_labels) != (0, True):
             raise OptionError('position_ids_start and causal_labels need layout="transformers"')
 
+    def _write(
+        self, field: Field, rule: tuple[str, ...] | None, own: int | None, shared: dict[Any, Any]
+    ) -> tuple[Any, Layout]:
+        """See `FieldCollate._write`."""
+        if self._row.in_row and field.path == (_POSITIONS,) and rule is None:
+            return join_positions(read_column(field), self._row)
+        return FieldCollate._write(self, field, rule, own, shared)
+
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
         batch: PackedBatch = self._collate(samples)
@@ -649,12 +663,22 @@ def _in_one_row(packed: PackedBatch, causal_labels: bool) -> TransformersBatch:
 def _check(packed: PackedBatch) -> None:
     """Raise a `CollateError` for fields that no model takes."""
     check_ids(packed, IDS, JoinedLayout, 'layout="transformers"')
-    for path in packed._known.layouts:
-        if len(path) > 1 or path[0] in _MADE:
+    for path, layout in packed._known.layouts.items():
+        of_axes = isinstance(layout, JoinedLayout) and layout.rule.of_axes
+        if len(path) > 1 or (path[0] in _MADE and not of_axes):
             raise CollateError(
                 f'layout="transformers" makes {", ".join(_MADE)} itself, and its models take no '
                 f"nested fields: leave {show(path)} out of the samples"
             )
+    # A model takes its positions from both, unless it is given some, as in a row.
+    has_both = _TYPES in packed and not {*_GRIDS}.isdisjoint(packed)
+    if has_both and _POSITIONS not in packed:
+        raise CollateError(
+            f"samples have {_TYPES!r} and the grids of images, but no {_POSITIONS!r}: a model with "
+            "three axes of positions would take its positions from the row, without images, and "
+            "let samples attend to each other. Add the model's own of each sample, of shape "
+            f"(3, L): get_rope_index(…)[0][:, 0]. For models of one axis leave {_TYPES!r} out"
+        )
     mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
     if mask is not None and int(torch.count_nonzero(mask)) != packed.num_tokens:
         raise CollateError(
@@ -667,7 +691,7 @@ def _causal(fields: dict[str, Tensor], layout: Any) -> Tensor:
     """The labels of next tokens; nothing before a sample predicts its first one."""
     labels = fields.get(LABELS)
     in_row = isinstance(layout, JoinedLayout) and layout.rule.in_row
-    if not in_row or (labels is not None and labels.dtype not in _SIGNED):
+    if not in_row or (labels is not None and labels.dtype not in SIGNED):
         raise CollateError(
             f"field {LABELS!r} must have one signed integer per position, {IGNORED_LABEL} to "
             "ignore it; causal_labels=False takes labels as they are"
@@ -687,8 +711,11 @@ def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> Transforme
     layout: Any = arrangement.layouts[(IDS,)]
     lengths = np.diff(layout.bounds)
     segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    positions = row.position_ids[None] + layout.rule.first_position
+    if _POSITIONS in fields:
+        positions = torch.cat([positions[None], fields[_POSITIONS][1:]])
     made = {
-        "position_ids": row.position_ids[None] + layout.rule.first_position,
+        _POSITIONS: positions,
         "cu_seq_lens_q": row.cu_seqlens,
         "cu_seq_lens_k": row.cu_seqlens,
         "max_length_q": row.max_seqlen,

@@ -35,6 +35,8 @@ PaddingValue: TypeAlias = float | Callable[[Any], Any]
 ATTENTION_MASK: Final = "attention_mask"
 LABELS: Final = "labels"
 IGNORED_LABEL: Final = -100  # torch.nn.functional.cross_entropy ignores it
+SIGNED: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
+POSITION_AXES: Final = 3  # of models for text with images: time, height and width
 # By convention; attention ignores positions that are masked with 0.
 OWN_PADDING: Final[dict[Any, int]] = {LABELS: IGNORED_LABEL, ATTENTION_MASK: 0}
 # Of 32 int64 samples of up to 4,096 elements, one write of all takes 133 µs and one for each 155;
@@ -145,6 +147,8 @@ class RowRule(NamedTuple):
         segments: of samples and of padding, in each batch; `None`: as many as there are.
         in_row: whether the tensor is one row, `(1, total, …)`, and not `(total, …)`.
         first_position: the position of each sample's first element, for the model of a row.
+        of_axes: whether the tensor is of positions along axes, `(1 + axes, 1, total)`; see
+            `join_positions`.
     """
 
     multiple: int = 1
@@ -152,6 +156,7 @@ class RowRule(NamedTuple):
     segments: int | None = None
     in_row: bool = False
     first_position: int = 0
+    of_axes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,6 +190,7 @@ class JoinedLayout(Layout):
                 "more as segments= of PackCollate"
             )
         shape = (1, total) if rule.in_row else (total,)
+        shape = (1 + POSITION_AXES, *shape) if rule.of_axes else shape
         return cls(shapes=lengths, length_axes=(0,), shape=shape, rule=rule)
 
     @property
@@ -220,12 +226,13 @@ class JoinedLayout(Layout):
         """See `Layout.places`."""
         starts = self.starts[:-1]
         positions = map(slice, starts.tolist(), (starts + self.shapes[:, 0]).tolist())
-        return [(0, own) if self.rule.in_row else own for own in positions]
+        before = (slice(1, None), 0) if self.rule.of_axes else (0,)
+        return [(*before, own) if self.rule.in_row else own for own in positions]
 
     def part(self, start: int, stop: int) -> tuple[Any, JoinedLayout]:
         """See `Layout.part`; the index is without the padding up to a multiple of the total."""
         own = slice(*self.starts[[start, stop]].tolist())
-        index = (slice(None), own) if self.rule.in_row else own
+        index = (slice(None),) * (len(self.shape) - 1) + (own,)
         return index, JoinedLayout.of(self.shapes[start:stop], self.rule)
 
     def filled(self, part: Tensor, value: int) -> Tensor:
@@ -276,6 +283,33 @@ def join(
         column.join((out[0] if rule.in_row else out)[:num_elements])
     else:
         column.write(out, layout.places)
+    return out, layout
+
+
+def join_positions(column: Column, rule: RowRule) -> tuple[Tensor, JoinedLayout]:
+    """Write positions along three axes, `(3, L)` of each sample, into rows, `(4, 1, total)`.
+
+    The first of the four rows is for the positions in the text, which the caller makes.
+
+    Raises:
+        CollateError: a sample has positions of another shape, or that are no integers.
+    """
+    shapes = column.shapes
+    ours = [len(shape) == 2 and shape[0] == POSITION_AXES for shape in shapes.tolist()]
+    if column.dtype not in SIGNED or not all(ours):
+        odd = ours.index(False) if False in ours else 0
+        column.field.fail(
+            odd,
+            "integers of shape (3, L), as get_rope_index(…)[0][:, 0] of one sample. A row has "
+            "position_ids of shape (4, 1, total): first the positions in each text, which "
+            "PackCollate makes, then these three. With (3, 1, total) or (1, total), a model of "
+            "three axes of positions lets the samples of a row attend to each other. For models of "
+            "one axis leave the field out",
+            f"{column.dtype} of shape {tuple(shapes[odd].tolist())}",
+        )
+    layout = JoinedLayout.of(shapes[:, 1:], rule._replace(of_axes=True))
+    out = new_tensor(layout.shape, column.dtype, column.device).zero_()
+    column.write(out, layout.places)
     return out, layout
 
 
