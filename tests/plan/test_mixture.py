@@ -217,6 +217,21 @@ def test_shares_of_one_axis() -> None:
             assert own[SOURCES[samples] == name].sum() / own.sum() == pytest.approx(share, rel=0.02)
 
 
+def test_a_begun_window_goes_on_where_each_sample_needs_a_batch_of_its_own() -> None:
+    """On two ranks five samples cannot be split, nor with whole windows of eight more of them."""
+    mixture = Mixture([0, 0, 0, 1], {0: 1, 1: 1})
+    given = {"weights": mixture, "window": 8, "batches_per_epoch": 12}
+    first = sampler_of([10] * 4, 10, **given)
+    came = list(islice(first, 3))
+    ranks = [sampler_of([10] * 4, 10, **given, num_replicas=2, rank=rank) for rank in range(2)]
+    for one in ranks:
+        one.load_state_dict(first.state_dict())
+    rest = [batch for one in ranks for batch in one]
+    assert len(rest) == 2 * (12 - 3)
+    counts = counted([*came, *rest])
+    assert abs(counts[3] - (counts[0] + counts[1] + counts[2])) <= 5  # the last window is begun
+
+
 # ---------------------------------------------------------------------- other shares
 
 

@@ -325,21 +325,24 @@ class Plan:
         """Solve the window that a cursor stands in; return it, and where the next one starts.
 
         There is none if the cursor stands between windows. If too few samples are left of the
-        window for the present ranks, the windows after it join it.
+        window for the present ranks, the windows after it join it; or, of an endless pass, as many
+        positions as make it a multiple of the ranks' number, which can always be split evenly.
         """
         start, stop, left = cursor.start, cursor.stop, cursor.left
         if start == stop or (left is not None and not left.any()):
             return None, stop
-        end = self._end(self._sections.at(start), stop)
+        end, ranks = self._end(self._sections.at(start), stop), self.ranks.number
         while True:
-            if 0 < end - stop < self.ranks.number:
+            if 0 < end - stop < ranks:
                 stop = end
             try:
                 return self._span(cursor, start, stop - start, 1, left), stop
             except UnevenRanksError:
-                if stop == end:
+                done = 0 if left is None else len(left) - int(left.sum())
+                more = -(stop - start - done) % ranks if self.order.endless else self.window
+                if stop == end or not more:
                     raise
-            stop += min(self.window, end - stop)
+            stop += min(more, end - stop)
 
     def _span(
         self,
