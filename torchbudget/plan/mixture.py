@@ -54,7 +54,7 @@ class Mixture:
     >>> sampler = tb.MemoryBudgetBatchSampler(
     ...     sizes, tokens, 400, weights=mixture, samples_per_step=8, steps_per_epoch=100
     ... )
-    >>> [(sources[batch] == "code").sum() for batch in sampler][:3]
+    >>> [sum(sources[batch] == "code").item() for batch in sampler][:3]
     [2, 2, 2]
     """
 
