@@ -256,6 +256,99 @@ def test_other_shares_go_on_at_the_next_window() -> None:
         assert max(own) - min(own) <= 1
 
 
+def test_other_shares_whose_windows_are_cut_otherwise() -> None:
+    """With two axes and a time, shares decide how windows are cut: what is left comes once."""
+    rng = np.random.default_rng(3)
+    sources = rng.integers(0, 2, 800)
+    first_axis = np.where(sources == 0, rng.integers(1, 100, 800), rng.integers(1, 10, 800))
+    second_axis = np.where(sources == 1, rng.integers(1, 100, 800), rng.integers(1, 6, 800))
+    sizes = np.stack([first_axis, second_axis], axis=1)
+    given = {
+        "cost": PaddedCost(unit_bytes=(1, 1)),
+        "time": PaddedCost(
+            unit_bytes=(1, 1), fixed_bytes=100, floor_bytes=int(rng.integers(0, 300))
+        ),
+        "samples_per_step": 100,
+        "steps_per_epoch": 5,
+        "seed": 3,
+    }
+    first, other = (
+        sampler_of(sizes, 3000, weights=Mixture(sources, shares, "samples"), **given)
+        for shares in ({0: 1, 1: 1}, {0: 0.8, 1: 0.2})
+    )
+    assert first.plan.rules.most_time == other.plan.rules.most_time
+    assert first.plan.strips != other.plan.strips
+    expected = steps_of(first)[0]
+    first.set_epoch(0)
+    came = list(next(iter(first)))
+    other.load_state_dict(first.state_dict())
+    came += steps_of(other)[0]
+    assert sorted(came) == sorted(expected)
+
+
+def test_states_of_other_histories_are_told_apart() -> None:
+    """Two states that stand in the same window, of which a sampler loads one after the other."""
+    one = sampler_of(
+        SIZES, 8000, weights=Mixture(SOURCES, SHARES), window=100, batches_per_epoch=90
+    )
+    states = []
+    for shares in (SHARES, {"web": 0.1, "code": 0.1, "papers": 0.8}):
+        other = sampler_of(
+            SIZES, 8000, weights=Mixture(SOURCES, shares), window=100, batches_per_epoch=90
+        )
+        batches = iter(other)
+        while other.state_dict()["stop"] != 500 or other.state_dict()["rounds"] != 1:
+            next(batches)
+        states.append(json.loads(json.dumps(other.state_dict())))
+    assert states[0] != states[1]
+    for state in states:
+        one.load_state_dict(state)
+        assert json.loads(json.dumps(one.state_dict())) == state
+
+
+@pytest.mark.parametrize("batches", [50, 108, 220])
+def test_the_report_of_an_epoch_of_batches_ends_with_it(batches: int) -> None:
+    """But for the rest of its last window."""
+    sampler = sampler_of(
+        SIZES, 4000, weights=Mixture(SOURCES, SHARES), window=20, batches_per_epoch=batches
+    )
+    report = sampler.report()
+    samples = sum(map(len, sampler))
+    assert samples <= report.samples < samples + 20
+
+
+def test_an_epoch_of_which_nothing_is_left_is_over() -> None:
+    """A state of six steps of nine, in epochs of three: each loop saves the next epoch."""
+    first = mixed(steps_per_epoch=9)
+    batches = iter(first)
+    while len(first.steps) < 7:
+        next(batches)
+    state = first.state_dict()
+    epochs = []
+    for _ in range(3):
+        sampler = mixed(steps_per_epoch=3)
+        sampler.load_state_dict(state)
+        number = len(list(sampler))
+        state = sampler.state_dict()
+        epochs.append((number > 0, state["epoch"]))
+    assert epochs == [(False, 1), (True, 2), (True, 3)]
+
+
+def test_any_epoch_can_be_chosen() -> None:
+    for weights in (Mixture(SOURCES, SHARES), np.ones(len(SIZES))):
+        sampler = sampler_of(SIZES, 8000, weights=weights, samples_per_step=1, steps_per_epoch=2)
+        sampler.set_epoch(2**40)
+        assert len(list(sampler)) == 2
+
+
+def test_shares_are_relative() -> None:
+    """However large or small they are."""
+    expected = mixed().plan.order.sources.turns
+    for scale in (2.0**-1000, 2.0**990):
+        found = mixed({name: share * scale for name, share in SHARES.items()})
+        assert found.plan.order.sources.turns == expected
+
+
 def test_another_epoch_starts_over_and_other_sources_are_refused() -> None:
     sampler = mixed(steps_per_epoch=3)
     first, second = steps_of(sampler), steps_of(sampler)
@@ -289,6 +382,8 @@ SMALL = list("aabbb")
         (lambda: Mixture(SMALL, [0.5, 0.5]), "shares must map each label"),  # type: ignore[arg-type]
         (lambda: Mixture(SMALL, {"a": -1, "b": 1}), "number of at least 0"),
         (lambda: Mixture(SMALL, {"a": float("nan"), "b": 1}), "number of at least 0"),
+        (lambda: Mixture(SMALL, {"a": 10**400, "b": 1}), "number of at least 0"),
+        (lambda: Mixture(SMALL, {"a": float("inf"), "b": 1}), "number of at least 0"),
         (lambda: Mixture(SMALL, {"a": "half", "b": 1}), "number of at least 0"),  # type: ignore[dict-item]
         (lambda: Mixture(SMALL, {"a": 0, "b": 0}), "one of them above 0"),
         (lambda: Mixture(SMALL, {}), "one of them above 0"),

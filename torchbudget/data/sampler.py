@@ -429,11 +429,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         plan = self.plan
         first = next(iter(plan.order.skipped.tolist()), None)
+        of_epoch = "steps_per_epoch" if plan.ranks.even_sums else "batches_per_epoch"
         for name, given, instead in (
             (f"oversize='skip' (at index {first} first)", first is not None, "use 'alone'"),
             ("drop_last", plan.drop_last, "leave it out"),
             ("weights", plan.order.endless, "leave it out"),
-            ("batches_per_epoch", plan.per_epoch is not None, "leave it out"),
+            (of_epoch, plan.per_epoch is not None, "leave it out"),
         ):
             if given:
                 raise OptionError(
@@ -666,6 +667,8 @@ class _Iteration(Iterator[list[int]]):
         except StopIteration:
             if self._window is None:  # nothing is left of the epoch
                 self._end(self._plan.next_epoch(self.began))
+                if self._sampler._present is self:
+                    self._sampler._present = None
             raise
         except Exception:  # a generator that raised is over: the next call raises again
             self._draws = self._plan.draws(self.cursor, rank=self._rank)

@@ -111,9 +111,10 @@ class Cursor:
     def encode(self, order: Plain) -> dict[str, Any]:
         """The cursor as plain JSON types.
 
-        Their size does not depend on the data set: some hundred bytes, and inside a window at most
-        one bit for each of its samples, so that other ranks can take over. Where it was dealt anew,
-        each sample of the part that was begun has another bit.
+        Their size does not depend on the data set: some hundred bytes, two numbers for each source
+        of a mixture, and inside a window at most one bit for each of its samples, so that other
+        ranks can take over. Where it was dealt anew, each sample of the part that was begun has
+        another bit.
 
         Args:
             order: what must be the same for positions to mean the same samples.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -211,6 +211,7 @@ class Plan:
         """The facts that must be the same for a window to be cut and dealt the same way."""
         return rules_identity(self.rules, self.sizes.largest) | {
             "window": self.window,
+            "strips": self.strips,
             "step_per_window": self.ranks.even_sums,
             "drop_last": self.drop_last,
             "ranks": self.ranks.number,
@@ -289,8 +290,10 @@ class Plan:
             cursor = cursor.next_pass()
             yield from self._spans_of_pass(cursor)
 
-    def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
+    def _spans_of_pass(self, cursor: Cursor, most: int | None = None) -> Iterator[Span]:
         """Solve the windows of one pass; of an endless one, those of the epoch if they are steps.
+
+        At most so many at once; `None`: as many as take little memory.
 
         If windows are of one group each, the group of the next window is drawn in proportion to the
         samples that are left of each group.
@@ -319,7 +322,7 @@ class Plan:
             end = stop if turn is None and not order.endless else _MOST_POSITIONS
             stays = None if number else here.stays
             yield self._span(before, at, length, max(number, 1), stays, end=end)
-            number = min(2 * max(number, 1), self._most_windows)
+            number = min(2 * max(number, 1), most or self._most_windows)
 
     def _begun(self, cursor: Cursor) -> tuple[Span | None, int]:
         """Solve the window that a cursor stands in; return it, and where the next one starts.
@@ -369,7 +372,8 @@ class Plan:
         # Windows are numbered over all passes: earlier passes, earlier windows of this one, these.
         each, done = self._sections.counts, np.array(cursor.groups or [start])
         whole, before = (int((-(-positions // self.window)).sum()) for positions in (each, done))
-        numbers = (cursor.first + cursor.number) * whole + before + np.arange(windows)
+        earlier = 0 if order.endless else (cursor.first + cursor.number) * whole
+        numbers = earlier + before + np.arange(windows)
         places = start + np.arange(windows) * length
         key = WindowKey(order.seed, cursor.pass_key, places, numbers, order.shuffle)
         labels = order.labels.take(indices)
@@ -496,9 +500,9 @@ class Plan:
         """
         if not cursor.rounds:
             return cursor.left
-        key = cursor.pass_key, cursor.start, cursor.stop, cursor.left
+        key = cursor.pass_key, cursor.start, cursor.stop, cursor.turns, cursor.left
         known = self._known_rounds  # read once: another thread may stand in another window
-        if known is None or known[0][:3] != key[:3] or known[0][3] is not cursor.left:
+        if known is None or known[0][:4] != key[:4] or known[0][4] is not cursor.left:
             known = self._known_rounds = key, self._rounds_of(cursor)
         return known[1] >= cursor.rounds
 
@@ -636,7 +640,12 @@ class Plan:
 
     def _spans_of_epoch(self, cursor: Cursor) -> Iterator[Span]:
         """Solve the windows of a pass; of an endless one, those in which the epoch is."""
-        if not self.order.endless:
-            return self._spans_of_pass(cursor)
-        windows = self.windows(cursor, rank=0)
-        return (span for span, _ in groupby(window.span for window in windows))
+        if self.ranks.even_sums or not self.order.endless:
+            yield from self._spans_of_pass(cursor)
+            return
+        left = cursor.rounds + (self._left(cursor) or 0)
+        for span in self._spans_of_pass(cursor, most=1):
+            yield span
+            left -= int(span.block.rounds.sum())
+            if left <= 0:
+                return
