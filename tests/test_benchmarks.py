@@ -57,7 +57,6 @@ EXACT = {
     "streams": "over the budget",
     "plan_step": "over the budget",
     "predict": "error",
-    "compared": "bytes",
     "any_model": "error where called exact",
     "any_model_cpu": "errors",
     "host_budget": "highest pss",

@@ -23,7 +23,6 @@ depends on it.
     those that meet     16         2,464         17,812      239         15,644            185
     those that meet     32         5,088         36,660      475         32,164            379
     those that meet     64        10,336         74,724      994         65,188            765
-    bytes for each other rank ≤ 2048: 1187.5, holds
 
 Counted by the kernel, for each TCP connection of a rank; the most of any rank. `store` is all that
 a rank receives from the store until its first batch: 8·R² + 164·R + 4 bytes for R ranks by default,
@@ -139,8 +138,6 @@ def main() -> None:
                     "their packets": max(one["packets"] for one in others),
                 }
             )
-    each = max(row["rank 0, bytes"] / (row["ranks"] - 1) for row in results.rows)
-    results.bar("bytes for each other rank", each, 2048)
     results.finish(settings.json)
 
 

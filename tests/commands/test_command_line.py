@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command, start_command
-from tests.support.costs import measured
+from tests.support.costs import measured, two_ways
 from torchbudget import (
     MemoryBudgetBatchSampler,
     MemoryMonitor,
@@ -374,6 +374,14 @@ def test_a_plan_in_files_is_that_of_the_sampler(ranks: int, rules: dict[str, Any
             cursor = Cursor(epoch=epoch)
             ends = [one.ends_step for one in sampler.plan.micro_batches(cursor, rank=rank)]
             assert [ends_step for _, ends_step in found] == ends
+
+
+def test_a_plan_in_files_needs_what_the_sampler_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cost of alternatives has no plan without steps."""
+    two_ways(largest=(400,)).save("ways.json")
+    asked = ["plan", "sizes.npy", "--cost", "ways.json", "--budget", "1GiB", "--out", "plan"]
+    assert main(asked) == 2
+    assert "alternatives need steps whose samples are given" in capsys.readouterr().err
 
 
 def test_a_plan_is_not_written_over_another(capsys: pytest.CaptureFixture[str]) -> None:

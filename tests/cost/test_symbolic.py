@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import venv
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -541,15 +537,3 @@ def test_a_leak_is_said() -> None:
     with pytest.warns(MeasureWarning, match="allocated: does it keep losses"):
         measure_cost(training(forward, nn.Linear(16, 16)), frames, max_size=64, method="trace")
     assert not kept
-
-
-@pytest.mark.nightly
-def test_classes_with_the_oldest_torch(tmp_path: Path) -> None:
-    """Its symbols turn into numbers more often: such steps go to the grid. Installs gigabytes."""
-    venv.create(tmp_path, with_pip=True)
-    python, root = tmp_path / "bin" / "python", Path(__file__).parents[2]
-    packages = ["torch==2.6.0", "numpy==1.26.4", "psutil", "pytest"]
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    options = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-k", "test_classes["]
-    command = [python, "-m", "pytest", *options, root / "tests/cost/test_symbolic.py"]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=True)

@@ -34,8 +34,8 @@ MOST_MARGIN: Final = 1000
 _FAILED: Final = 0.02
 _FORMAT: Final = 9  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
-_MOST_AXES: Final = 3  # of a packed cost by runs, which are dozens: all triples are few
-_PARALLEL: Final = 1e-9  # determinant of sums of sizes, as shares of the largest
+_MOST_AXES: Final = 2  # of a packed cost by runs: of up to 160 runs every three are tried
+_PARALLEL: Final = 1e-9  # of sums of sizes as shares of the largest: below it, rounding decides
 # Bytes of a packed sample that is longer than all measured ones: more than any device has, but few
 # enough that the sum over a window does not wrap.
 _BEYOND_BYTES: Final = 2**45
@@ -218,16 +218,16 @@ class MeasuredCost:
 
         The measured batches had n samples of one size. In the packed cost each sample costs by its
         own size. It has no time: pass `time=PackedCost(…)` to balance ranks by work. The margin is
-        included. Samples shorter than `smallest` cost as much as it, so
-        measure with `sizes` or `min_size`. Samples longer than `largest` exceed every budget.
+        included. Samples shorter than `smallest` cost as much as it, so measure with `sizes` or
+        `min_size`. Samples longer than `largest` exceed every budget.
 
         Args:
-            no_padding: states that the step pads no sample to the size of another one. The cost of
-                a step that was only run, in sizes of up to three axes, is then `fixed_bytes` and
-                `unit_bytes`: of all planes over the sums of the sizes that no run is above, the
-                lowest. Where attention masks a row as a whole, a row has bytes of its length
-                squared; `unit_bytes` then have those of the longest rows that were run. No row gets
-                more bytes than a run has reached, whatever the budget.
+            no_padding: states that the step pads no sample to the size of another one. Only a step
+                that was run and not traced, with sizes of up to two axes, needs it. Its cost is a
+                plane over the sums of the sizes, `fixed_bytes` and `unit_bytes`: the lowest one
+                that no run is above. A mask over the whole row takes the square of its length; then
+                `unit_bytes` are those of the longest rows that were run. Whatever the budget, no
+                row gets more bytes than a run has reached.
 
         Raises:
             CostError: the bytes are not a constant plus a sum over the samples; or the step was
@@ -269,8 +269,8 @@ class MeasuredCost:
                 "the bytes of each axis cannot be told apart, since all sizes that were run have "
                 "one ratio: measure with sizes= of samples whose axes differ, or a larger budget"
             )
-        # The lowest plane lies on as many runs as it has coefficients, or one of these is 0. It is
-        # to be low where rows are large.
+        # The lowest plane passes through as many runs as it has coefficients; or fewer, if some of
+        # these are 0. Which plane is the lowest is decided where rows are large.
         rows = np.concatenate([sums / most, np.eye(len(most))])
         least = np.append(peaks, np.zeros(len(most)))
         some = np.array([*combinations(range(len(rows)), len(most))])

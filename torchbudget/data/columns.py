@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -54,8 +55,7 @@ def sizes_of_columns(
     Raises:
         SizesError: `source` is none of the above; there is no such file or column; a file cannot be
             read, or changes while it is read; a column has nulls, negative integers, lists of lists
-            or values of another type, or not the same type in all files; or the index of a pandas
-            frame has other integers than the positions of its rows.
+            or values of another type, or not the same type in all files.
         OptionError: `columns` are no names; or `cache` is a directory, or goes with a table.
         MissingExtraError: pyarrow or fsspec is not installed.
 
@@ -86,10 +86,11 @@ def sizes_of_columns(
         raise MissingExtraError.of(error.name or "pyarrow", "arrow") from error
 
     def fingerprint() -> dict[str, Any]:
-        found = [
-            (path, _state(system, path), pq.read_metadata(path, filesystem=system))
-            for system, path in files
-        ]
+        found = []
+        for system, path in files:
+            with _named(path):
+                footer = pq.read_metadata(path, filesystem=system)
+                found.append((path, _state(system, path), footer))
         content = hashlib.blake2b(pickle.dumps(found), digest_size=16).hexdigest()
         return {"dataset": "Parquet", "key": columns, "content": content}
 
@@ -123,7 +124,8 @@ def _axis(batch: Any, name: str, where: str, first: int, kinds: dict[str, Any]) 
         raise SizesError(f"{where} has no column {name!r}, or several")
     column = batch.column(name)
     kind, sizes = column.type, column_sizes(column)
-    if sizes is None or str(getattr(kind, "value_type", "")).startswith(("list", "large_list")):
+    lists = ("list", "large_list", "fixed_size_list")
+    if sizes is None or str(getattr(kind, "value_type", "")).startswith(lists):
         problem = f"has the type {kind}; expected integers, text, binary data, or lists of values"
     elif kinds.setdefault(name, kind) != kind:
         problem = f"has the type {kind}, but {kinds[name]} in a file before: write one type"
@@ -143,9 +145,10 @@ def _files(path: str | os.PathLike[str]) -> list[tuple[Any, str]]:
     """
     import fsspec
 
-    system, pattern = fsspec.url_to_fs(os.fspath(path))
-    system.invalidate_cache()  # of earlier listings
-    found = [name for name in system.glob(pattern) if system.isfile(name)]
+    with _named(os.fspath(path)):
+        system, pattern = fsspec.url_to_fs(os.fspath(path))
+        system.invalidate_cache()  # of earlier listings
+        found = [name for name in system.glob(pattern) if system.isfile(name)]
     files = [(system, name) for name in found if _hidden(name) == _hidden(pattern)]
     if not files:
         raise SizesError(f"no file matches {str(path)!r}; of a folder, pass its /*.parquet")
@@ -157,6 +160,15 @@ def _hidden(path: str) -> tuple[int, int]:
     parts = path.split("/")
     hidden = [part for part in parts if part.startswith(".") and part.strip(".")]
     return len(hidden), sum(part.startswith("__") for part in parts[:-1])
+
+
+@contextmanager
+def _named(where: str, hint: str = "") -> Iterator[None]:
+    """Raise errors of reading as a `SizesError` that names what is read."""
+    try:
+        yield
+    except (TypeError, ValueError, OSError, NotImplementedError) as error:
+        raise SizesError(f"{where} cannot be read: {error}{hint}") from error
 
 
 def _state(system: Any, path: str) -> str:
@@ -173,13 +185,8 @@ def _batches(
     import pyarrow.parquet as pq
     from pyarrow.dataset import Dataset
 
-    where = f"the {type(source).__name__}"
-    if hasattr(source, "iloc"):  # pandas
-        index = source.index
-        if index.dtype.kind in "iuf" and not np.array_equal(index, np.arange(len(index))):
-            raise SizesError(f"size i is not that of {where}.loc[i]: use reset_index(drop=True)")
-    try:
-        for system, where in files:
+    for system, where in files:
+        with _named(where):
             state = _state(system, where)
             # Of an object store, without reading ahead: only the column's bytes.
             with system.open(where, cache_type="none") as opened:
@@ -187,8 +194,11 @@ def _batches(
                     yield where, batch
             if _state(system, where) != state:
                 raise OSError("it changed meanwhile")
-        if files:
-            return
+    if files:
+        return
+    where = f"the {type(source).__name__}"
+    expected = "Parquet files, a data set or table of Arrow, or a DataFrame: series.to_frame()"
+    with _named(where, f"; expected {expected}; for others there is sizes_of(dataset, …)"):
         if isinstance(source, Dataset):
             reader = source.scanner(columns=names, batch_size=_ROWS).to_reader()
         else:  # of pandas, other columns may have no type of Arrow
@@ -196,7 +206,3 @@ def _batches(
             reader = pa.table(chosen).to_reader(_ROWS)
         for batch in reader:
             yield where, batch
-    except (TypeError, ValueError, OSError, NotImplementedError) as error:
-        expected = "Parquet files, a data set or table of Arrow, or a DataFrame: series.to_frame()"
-        hint = "" if files else f"; expected {expected}; for others there is sizes_of(dataset, …)"
-        raise SizesError(f"{where} cannot be read: {error}{hint}") from error

@@ -67,7 +67,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             micro-batches of a window come longest first.
         seed: seed of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
-            micro-batch that could still have taken a sample.
+            micro-batch that could still have taken a sample. With `weights` there is neither.
         weights: relative frequencies, shape `(N,)`, as in `torch.utils.data.WeightedRandomSampler`:
             samples are drawn with replacement. Or a `Mixture` of sources in stated shares. There is
             no last sample then, so `batches_per_epoch` or `steps_per_epoch` is required.
@@ -126,7 +126,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         OptionError: an option is invalid, or two options cannot be combined.
 
     Planning takes O(samples of a window) before the first micro-batch of each window, and no memory
-    per sample beside `sizes`. `len` plans the whole epoch once.
+    per sample beside `sizes` and labels. `len` plans the whole epoch once.
 
     After the last micro-batch of an epoch the sampler advances to the next epoch; `set_epoch`
     chooses one. After a `break` the next loop starts the epoch over; after a `break` in a `tracked`
@@ -359,11 +359,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self.check_dataset(caller.loader.dataset)
         plan, cursor = self.plan, self._cursor
         at = {name: getattr(cursor, name) for name in PLACE}
-        of_epoch = "steps_per_epoch" if plan.ranks.even_sums else "batches_per_epoch"
-        at |= {of_epoch: plan.per_epoch, "done_of_groups": str(cursor.groups)}
+        at |= {"per_epoch": plan.per_epoch, "done_of_groups": str(cursor.groups)}
         sources = plan.order.sources
-        shares = "" if sources is None else repr((cursor.turns, sources.turns))
-        at |= {"the mixture's shares, or what was drawn": fingerprint(shares)}
+        at["turns"] = fingerprint(repr((cursor.turns, None if sources is None else sources.turns)))
         check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
         run = self._beginning
         iterator = _Iteration(
@@ -429,12 +427,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         plan = self.plan
         first = next(iter(plan.order.skipped.tolist()), None)
-        of_epoch = "steps_per_epoch" if plan.ranks.even_sums else "batches_per_epoch"
         for name, given, instead in (
             (f"oversize='skip' (at index {first} first)", first is not None, "use 'alone'"),
             ("drop_last", plan.drop_last, "leave it out"),
             ("weights", plan.order.endless, "leave it out"),
-            (of_epoch, plan.per_epoch is not None, "leave it out"),
+            ("batches_per_epoch or steps_per_epoch", plan.per_epoch is not None, "leave it out"),
         ):
             if given:
                 raise OptionError(
@@ -557,7 +554,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return self._plan.batch_bytes(indices)
 
     def report(self) -> PlanReport:
-        """Report the fill, padding and imbalance of the coming pass; O(samples)."""
+        """Report fill, padding and imbalance of the coming pass; with `weights`, of the epoch.
+
+        Of an epoch that was begun, it is the rest.
+        """
         return self.plan.report(self._cursor)
 
     def check_dataset(self, dataset: Any) -> None:

@@ -55,7 +55,8 @@ class Cursor:
         parts: number of parts in which the window is planned, 1 unless it is planned again.
         groups: samples of each group in windows before this one, if windows are of one group
             each: positions of other groups than the window's are done, too. `None`: none.
-        turns: of the sources of a mixture, up to here; `None`: nothing was drawn, or no mixture.
+        turns: how the sources of a mixture take turns up to here; `None`: nothing was drawn, or
+            there is no mixture.
         plan: the plan of the window; `None` between windows.
     """
 

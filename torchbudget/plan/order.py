@@ -182,7 +182,8 @@ class Order:
         """The indices of the samples at positions `start … stop` of a pass, int64.
 
         Shape `(stop − start,)`, or more for units, one after the other. O(stop − start) anywhere in
-        the pass (times log N with weights). Where windows are of one group each, the positions must
+        the pass, times log N with weights; of a mixture times the depth of its tree, and as much
+        for each source. Where windows are of one group each, the positions must
         be of one group.
 
         Args:

@@ -52,8 +52,6 @@ _SURVEYED: Final = 4
 _SURVEYED_SAMPLES: Final = 1024
 # Most positions in a window: any number of samples without cost fits, but counts have 64 bits.
 _MOST_POSITIONS: Final = 2**62
-# Positions of a pass that has no end: the numbers of its windows, in many epochs, have 64 bits.
-_ENDLESS: Final = 2**40
 _ONE_RANK: Final = Dealing()
 ALL_DROPPED: Final = (
     "drop_last=True drops all {}: they fill no step, or no micro-batch on each rank, or no group "
@@ -152,7 +150,7 @@ class Plan:
         by_unit = order.units is not None and not order.labels.whole
         self._all_are_even = self._last_is_even or (self.window % number == 0 and not by_unit)
         # A pass has one section, or one section for each group.
-        length = _ENDLESS if order.endless else len(order)
+        length = _MOST_POSITIONS if order.endless else len(order)
         self._sections = order.groups or Members(NONE, np.array([0, length]))
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
         several = order.groups is None and order.labels.alike and not ranks.repeats
@@ -237,12 +235,10 @@ class Plan:
 
         Raises:
             UnevenRanksError: the rest of the epoch cannot be split evenly. Before the first
-                micro-batch, except with `per_epoch`.
+                micro-batch, except where passes follow each other.
             OptionError: `drop_last` leaves nothing of the epoch; or the cost is that of
                 alternatives, and no samples of steps are given.
         """
-        if not (self.ranks.even_sums or self.ranks.repeats):
-            self.rules.refuse_alternatives()
         cursor, left, step = cursor.dealt_by(self), self._left(cursor), cursor.steps
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
         for span in self.spans(cursor) if left != 0 else ():
@@ -285,6 +281,8 @@ class Plan:
             UnevenRanksError: the rest of the pass cannot be split evenly.
             OptionError: `drop_last` leaves nothing of the pass.
         """
+        if not (self.ranks.even_sums or self.ranks.repeats):
+            self.rules.refuse_alternatives()
         yield from self._spans_of_pass(cursor)
         while self.per_epoch is not None and not self.order.endless:
             cursor = cursor.next_pass()
@@ -387,11 +385,10 @@ class Plan:
     def _end(self, section: int, start: int) -> int:
         """The end of the pass, or of a group, that continues at `start`.
 
-        With `drop_last` an incomplete optimizer step at the end does not count. An endless pass has
-        whole windows only.
+        With `drop_last` an incomplete optimizer step at the end does not count.
         """
         end = int(self._sections.firsts[section + 1])
-        if self.order.endless or (self.drop_last and self.ranks.even_sums):
+        if self.drop_last and self.ranks.even_sums:
             end -= (end - start) % self.window
         return end
 
@@ -409,11 +406,12 @@ class Plan:
         elif cursor.start < cursor.stop:
             starts[sections.at(cursor.start)] = start
         begins = enumerate(starts.tolist())
-        stretches = [self._stretch(cursor, at, self._end(section, at)) for section, at in begins]
-        left = self._left(cursor)
-        if self.order.endless and self.ranks.even_sums and left is not None:
-            end = start + max(left - (begun is not None), 0) * self.window
+        if self.order.endless:  # as many windows as the epoch may need, of a micro-batch at least
+            left = (self._left(cursor) or 0) - (begun is not None)
+            end = start + max(left, 0) * self.window
             stretches = [Stretch(start, end, end, None)]
+        else:
+            stretches = [self._stretch(cursor, at, self._end(number, at)) for number, at in begins]
         if self.order.sources is not None:
             cursor = replace(cursor, turns=self.order.sources.onward(cursor.turns, start))
         fresh = not cursor.stop and cursor.groups is None
@@ -547,7 +545,7 @@ class Plan:
         return replace(cursor, epoch=cursor.epoch + 1, done=0, steps=0)
 
     def windows_left(self, cursor: Cursor) -> int:
-        """Count the windows from a cursor to the end of its pass: steps, if a window is one."""
+        """Count the steps from a cursor to the end of its epoch, if a window is one."""
         left = self._left(cursor)
         if left is not None:
             return left
@@ -607,7 +605,7 @@ class Plan:
             "longest", whose single sample would cost the most; and the "shortest".
         """
         best: dict[str, tuple[int, IntArray]] = {}
-        for span in self._spans_of_epoch(cursor):
+        for span in self._spans_covered(cursor):
             block = span.block
             costs = block.costs(self.rules, self.rules.chosen)
             singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
@@ -629,7 +627,7 @@ class Plan:
 
         def blocks() -> Iterator[Block]:
             nonlocal span
-            for span in self._spans_of_epoch(cursor):
+            for span in self._spans_covered(cursor):
                 yield span.block
 
         report = plan_report(blocks(), self.sizes, self.rules, self.ranks, order)
@@ -638,8 +636,8 @@ class Plan:
         stop = span.cursor.start + len(span.block.rounds) * span.length
         return replace(report, passes=sources.passes(span.cursor.turns, stop))
 
-    def _spans_of_epoch(self, cursor: Cursor) -> Iterator[Span]:
-        """Solve the windows of a pass; of an endless one, those in which the epoch is."""
+    def _spans_covered(self, cursor: Cursor) -> Iterator[Span]:
+        """Solve what reports and extremes cover: a pass, or the rest of an endless one's epoch."""
         if self.ranks.even_sums or not self.order.endless:
             yield from self._spans_of_pass(cursor)
             return

@@ -255,6 +255,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "floats": (lambda: write("a.parquet", n=[1.0]), "type double; expected integers"),
     "truth values": (lambda: pa.table({"n": [True]}), "type bool; expected"),
     "lists of lists": (lambda: write("a.parquet", n=[[[1]], []]), r"list<element: list<.*expected"),
+    "lists of pairs": (
+        lambda: pa.table({"n": pa.array([[[1, 2]]], pa.list_(pa.list_(pa.int8(), 2)))}),
+        "list<.*fixed_size_list.*expected",
+    ),
+    "an unknown protocol": (lambda: "nope://a/b.parquet", "nope://a/b.parquet cannot be read"),
     "a struct": (lambda: write("a.parquet", n=[{"x": 1}]), "type struct"),
     "a map": (lambda: pa.table({"n": pa.array([[("a", 1)]], pa.map_("string", "int8"))}), "map<"),
     "dates": (lambda: pa.table({"n": pa.array([1], pa.date32())}), "type date32"),
@@ -272,13 +277,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "an empty file": (lambda: file_of(b""), "size is 0 bytes"),
     "no Parquet": (lambda: file_of(b"n" * 99), "not a parquet file"),
     "a torn file": (lambda: file_of(torn()), r"a\.parquet cannot be read"),
-    "other labels": (lambda: pandas(n=[1, 2, 3]).sort_values("n", ascending=False), "reset_index"),
-    "labels of floats": (lambda: pandas(n=[1, 2]).set_index(np.array([1.0, 0.0])), "reset_index"),
     "a column of pandas twice": (
         lambda: pandas(n=[1], m=[2]).set_axis(["n", "n"], axis=1),
         "DataFrame cannot be read: .*duplicate",
     ),
-    "fewer labels": (lambda: pandas(n=[1, 2, 3])[1:], "reset_index"),
     "a series of pandas": (lambda: pandas(n=[1])["n"], r"the Series cannot be read.*to_frame\(\)"),
     "a series of polars": (lambda: polars(n=[1])["n"], r"the Series cannot be read.*to_frame\(\)"),
     "a lazy frame": (lambda: polars(n=[1]).lazy(), "the LazyFrame cannot be read"),
@@ -303,14 +305,17 @@ def test_what_has_no_sizes_is_named(case: str) -> None:
     source = make()
     with pytest.raises(SizesError, match=f"(?s){message}"):
         of(source)
+    if isinstance(source, str):
+        with pytest.raises(SizesError, match=f"(?s){message}"):
+            of(source, cache="sizes.npz")
 
 
-def test_labels_that_are_no_positions_are_no_danger() -> None:
-    """Texts as labels: `frame.loc[i]` raises anyway. Other columns may hold anything."""
+def test_sizes_are_by_position_whatever_the_labels_are() -> None:
+    """Other columns may hold anything."""
     frame = pandas(n=[3, 1, 2], other=[{1}, "a", 2])
     assert of(frame).tolist() == [3, 1, 2]
     assert of(frame.set_index(np.array(["x", "y", "z"]))).tolist() == [3, 1, 2]
-    assert of(frame.sort_values("n").reset_index(drop=True)).tolist() == [1, 2, 3]
+    assert of(frame.sort_values("n")).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("columns", [None, 3, [], [3], ["n", None]])

@@ -149,7 +149,7 @@ def compare() -> Any:
         ),
         "window": ("window: 64 on rank 0, 65 on rank 1", lambda: planned(window=64 + rank)),
         "batches_per_epoch": (
-            "batches_per_epoch: 8 on rank 0, 9 on rank 1",
+            "batches_per_epoch or steps_per_epoch: 8 on rank 0, 9 on rank 1",
             lambda: planned(batches_per_epoch=8 + rank),
         ),
         "shares": ("the mixture's shares, or what was drawn: ", lambda: planned(**mixed(1 + rank))),
