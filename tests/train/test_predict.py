@@ -172,7 +172,7 @@ UNKNOWN = r"predict without a budget needs a DataLoader.*shuffle=False"
             {"weights": np.ones(300), "batches_per_epoch": 9, "shuffle": True},
             "weights drops or repeats samples",
         ),
-        ({"batches_per_epoch": 9}, "batches_per_epoch drops or repeats samples"),
+        ({"batches_per_epoch": 9}, "steps_per_epoch drops or repeats samples"),
         ({"drop_last": True}, "drop_last drops or repeats"),
         ({"units": (range(300), "micro_batch")}, "predict takes no units"),
         ({"budget": 100, "oversize": "skip"}, r"index \d+ first.* drops or repeats"),
