@@ -29,7 +29,7 @@ from torchbudget import (
     __version__,
     load_cost,
 )
-from torchbudget.commands.command_line import main
+from torchbudget.__main__ import main
 from torchbudget.machine.host import host_memory, usable_processors
 from torchbudget.observe.report import recorded_runs
 from torchbudget.plan.cursor import Cursor
