@@ -311,7 +311,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    line = parser(__doc__, repetitions=3, samples=0)
+    line = parser(__doc__, repetitions=5, samples=0)
     line.add_argument(
         "--quick", action="store_true", help="four workloads, few samples, one repetition"
     )
