@@ -70,22 +70,20 @@ class ProcessMemory:
         resident_bytes: pages in memory; a page that several processes map counts in each.
         peak_resident_bytes: the most that `resident_bytes` ever was; None where the kernel does
             not keep it.
-        anonymous_bytes: the resident pages that are neither a file's nor shared memory; after a
-            fork they are shared too, until one of the processes writes to them.
         shared_bytes: the part of `proportional_bytes` that is shared memory.
         proportional_bytes: pages in memory, each divided by the number of processes that map it,
             so that a sum over processes counts it once; see `is_proportional`.
         unreclaimable_bytes: the part of `proportional_bytes` that the kernel cannot reclaim:
             anonymous pages and shared memory, but not the pages of files, which can be read again.
         is_proportional: whether the shares of the pages were read. Otherwise
-            `proportional_bytes` are the anonymous bytes, without all that may be shared, and
-            `unreclaimable_bytes` are those and the whole of the shared memory that is mapped.
+            `proportional_bytes` are the anonymous bytes (pages that are neither a file's nor shared
+            memory), and `unreclaimable_bytes` are those and the whole of the shared memory that is
+            mapped.
     """
 
     pid: int
     resident_bytes: int
     peak_resident_bytes: int | None
-    anonymous_bytes: int
     shared_bytes: int
     proportional_bytes: int
     unreclaimable_bytes: int
@@ -127,7 +125,6 @@ def process_memory(
         pid=status["Pid"],
         resident_bytes=status.get("VmRSS", 0),
         peak_resident_bytes=status.get("VmHWM"),
-        anonymous_bytes=anonymous_bytes,
         shared_bytes=pages.get("Pss_Shmem", 0),
         proportional_bytes=pages.get("Pss", anonymous_bytes),
         unreclaimable_bytes=pages.get("Pss_Anon", anonymous_bytes) + mapped_bytes,
@@ -213,7 +210,6 @@ class ProcessPages:
         private: the part of `anonymous` that no other process maps.
         file: pages of files: libraries, and data that is mapped.
         private_file: the part of `file` that no other process maps.
-        shared_memory: pages of `/dev/shm` that it maps.
     """
 
     resident: int
@@ -222,7 +218,6 @@ class ProcessPages:
     private: int
     file: int
     private_file: int
-    shared_memory: int
 
     @property
     def common(self) -> int:
@@ -247,17 +242,15 @@ def process_pages(pid: int | None = None) -> ProcessPages:
     status, sums = read_fields(folder / "status"), read_fields(folder / "smaps_rollup")
     if "RssAnon" not in status or "Private_Dirty" not in sums:
         raise MachineError(f"cannot read {folder}: no such process, or no Linux /proc")
-    shared_memory = status["RssShmem"]
-    # Of files only those are dirty that were written a moment ago.
-    dirty = mapped_data_bytes(pid, field="Private_Dirty:")
+    # Dirty are also shared memory, and files that were written a moment ago.
+    others = status["RssShmem"] + mapped_data_bytes(pid, field="Private_Dirty:")
     return ProcessPages(
         resident=status["VmRSS"],
         peak_resident=status.get("VmHWM", 0),
         anonymous=status["RssAnon"],
-        private=min(max(0, sums["Private_Dirty"] - shared_memory - dirty), status["RssAnon"]),
+        private=min(max(0, sums["Private_Dirty"] - others), status["RssAnon"]),
         file=status["RssFile"],
         private_file=min(sums["Private_Clean"], status["RssFile"]),
-        shared_memory=shared_memory,
     )
 
 
