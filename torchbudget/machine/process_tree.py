@@ -374,44 +374,34 @@ class HighWater:
     Args:
         read: the marks now; several where several are reset together.
         reset: makes them start from what is used now; whether that was possible.
+
+    Attributes:
+        read: as given.
+        lock: held while marks are read or reset.
     """
 
     def __init__(self, read: Callable[[], tuple[int, ...]], reset: Callable[[], bool]) -> None:
-        self._read = read
+        self.read = read
         self._reset = reset
         self._open: weakref.WeakSet[Mark] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def begin(self) -> Mark | None:
         """Return a mark that starts from the present use; `None` where the mark cannot be reset."""
-        with self._lock:
-            if not self._hand_over_and_reset():
+        with self.lock:
+            if self._open:
+                now = self.read()
+                for mark in self._open:
+                    mark.hand_over(now)
+            if not self._reset():
                 return None
             mark = Mark(self)
             self._open.add(mark)
             return mark
 
-    def reset(self) -> bool:
-        """Reset the mark itself; return whether that was possible."""
-        with self._lock:
-            return self._hand_over_and_reset()
-
     def renew_lock(self) -> None:
         """Make a lock that is free, in a process that was forked while a thread may have had it."""
-        self._lock = threading.Lock()
-
-    def most(self, mark: Mark) -> tuple[int, ...]:
-        """Return the highest values since the mark began."""
-        with self._lock:
-            mark.hand_over(self._read())
-            return mark.before
-
-    def _hand_over_and_reset(self) -> bool:
-        if self._open:
-            now = self._read()
-            for mark in self._open:
-                mark.hand_over(now)
-        return self._reset()
+        self.lock = threading.Lock()
 
 
 class Mark:
@@ -427,7 +417,9 @@ class Mark:
 
     def most(self) -> tuple[int, ...]:
         """Return the highest values since the mark began."""
-        return self._owner.most(self)
+        with self._owner.lock:
+            self.hand_over(self._owner.read())
+            return self.before
 
     def hand_over(self, now: tuple[int, ...]) -> None:
         """Take in the present values of the memory's marks."""
