@@ -260,7 +260,9 @@ class DeviceMemory:
     def pool(self) -> MemoryPool:
         """Return the device as memory that this process shares with others.
 
-        Where the allocator may take a fraction only, the rest counts as used.
+        `own_bytes` are this process's, its context included. Other processes count as others, those
+        of this job too: a GPU belongs to one rank. Where the allocator may take a fraction only,
+        the rest counts as used.
         """
         figures = self.source.figures()
         cap_bytes = int(figures.total_bytes * figures.fraction)
@@ -318,12 +320,3 @@ def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
 def is_cpu(device: torch.device | str) -> bool:
     """Return whether it is the CPU. `device_memory` checks whether the machine has another one."""
     return str(device) in ("cpu", "cpu:0")
-
-
-def cuda_memory(device: torch.device | str = "cuda") -> MemoryPool:
-    """Return the memory of one GPU; `own_bytes` are this process's, its context included.
-
-    See `device_memory`, whose errors it raises. Other processes on one GPU count as others, those
-    of this job too: a GPU belongs to one rank.
-    """
-    return device_memory(device).pool()
