@@ -22,7 +22,6 @@ from torchbudget.errors import MachineError
 from torchbudget.machine import host
 from torchbudget.machine.host import (
     ControlGroups,
-    GroupEvents,
     MemoryPool,
     cgroup_memory,
     free_descriptors,
@@ -250,7 +249,7 @@ def test_a_limit_that_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
         cgroup_memory(root=root)
 
 
-EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
+EVENTS: dict[str, tuple[str, list[str], Files, dict[str, float]]] = {
     "version 2: the topmost group counts those below it": (
         "0::/job\n",
         [mount(2)],
@@ -259,7 +258,7 @@ EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
             "cg/job/memory.events": "low 0\nhigh 1\nmax 3\noom 1\noom_kill 1\n",
             "cg/memory.events": "low 0\nhigh 1\nmax 5\noom 2\noom_kill 2\n",
         },
-        GroupEvents(stalled_s=2.5, refusals=5, kills=2),
+        {"stalled_s": 2.5, "refusals": 5, "kills": 2},
     ),
     "version 1: each group counts what hit its own limit; no file says how long processes waited": (
         "7:memory:/job\n",
@@ -270,9 +269,9 @@ EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
             "cg/memory.failcnt": "2",
             "cg/memory.memsw.failcnt": "4",
         },
-        GroupEvents(stalled_s=None, refusals=9, kills=1),
+        {"refusals": 9, "kills": 1},
     ),
-    "no groups": ("", [], {}, GroupEvents(stalled_s=None, refusals=0, kills=0)),
+    "no groups": ("", [], {}, {"refusals": 0, "kills": 0}),
 }
 
 

@@ -196,23 +196,6 @@ def allow_more_descriptors() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEvents:
-    """The events in control groups since they were made.
-
-    Attributes:
-        stalled_s: seconds in which some process of the group waited for memory (version 2, the
-            `total` of `memory.pressure`); None: not known.
-        refusals: how often a limit was hit and memory had to be reclaimed (`failcnt`, which
-            some kernels leave at 0, or `max` of `memory.events`).
-        kills: processes that were killed for memory.
-    """
-
-    stalled_s: float | None
-    refusals: int
-    kills: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlGroups:
     """The control groups that charge a process's memory, to be read again and again.
 
@@ -264,8 +247,14 @@ class ControlGroups:
             )
         return tuple(pools)
 
-    def events(self) -> GroupEvents:
-        """Return the events so far.
+    def events(self) -> dict[str, float]:
+        """Return the events in the groups since they were made, by name.
+
+        - `stalled_s`: seconds in which some process of the group waited for memory (version 2, the
+          `total` of `memory.pressure`); left out where it is not known.
+        - `refusals`: how often a limit was hit and memory had to be reclaimed (`failcnt`, which
+          some kernels leave at 0, or `max` of `memory.events`).
+        - `kills`: processes that were killed for memory.
 
         Raises:
             MachineError: a file exists, but cannot be read.
@@ -276,14 +265,14 @@ class ControlGroups:
             failures = [read_number(folder / name) for folder in self.folders for name in names]
             control = [read_fields(folder / "memory.oom_control") for folder in self.folders]
             kills = sum(one.get("oom_kill", 0) for one in control)
-            return GroupEvents(stalled_s=None, refusals=sum(filter(None, failures)), kills=kills)
+            return {"refusals": sum(filter(None, failures)), "kills": kills}
         # Version 2 counts a group's events in its ancestors too.
         events = [read_fields(folder / "memory.events") for folder in self.folders]
-        return GroupEvents(
-            stalled_s=_stalled_s(self.folders[0] / "memory.pressure") if self.folders else None,
-            refusals=max((one.get("max", 0) for one in events), default=0),
-            kills=max((one.get("oom_kill", 0) for one in events), default=0),
-        )
+        return {
+            **(_stalled(self.folders[0] / "memory.pressure") if self.folders else {}),
+            "refusals": max((one.get("max", 0) for one in events), default=0),
+            "kills": max((one.get("oom_kill", 0) for one in events), default=0),
+        }
 
 
 def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool, ...]:
@@ -321,14 +310,14 @@ def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool,
     return ControlGroups.of(root=root).pools(own_bytes=own_bytes)
 
 
-def _stalled_s(path: Path) -> float | None:
+def _stalled(path: Path) -> dict[str, float]:
     """Read a line such as `some avg10=0.00 avg60=0.00 avg300=0.00 total=1234`, in microseconds."""
     with suppress(MachineError):  # the kernel may have been told not to count
         for line in read_lines(path):
             kind, *_, total = line.split()
             if kind == "some":
-                return int(total.removeprefix("total=")) / 1e6
-    return None
+                return {"stalled_s": int(total.removeprefix("total=")) / 1e6}
+    return {}
 
 
 def groups_of(
