@@ -25,7 +25,7 @@ from tests.support.memory_groups import HOLD, memory_group
 from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
 from torchbudget.machine import device as device_module
-from torchbudget.machine.host import cgroup_memory
+from torchbudget.machine.host import ControlGroups
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import RESIDENT, process_memory
 from torchbudget.observe.report import MemoryLimit, read_records
@@ -278,7 +278,7 @@ def fill_the_group() -> None:
     near: list[MemoryLimit] = []
     hold = [sys.executable, "-c", HOLD]
     with MemoryMonitor(interval_s=0.02, on_limit=near.append) as monitor:
-        [pool] = cgroup_memory()
+        [pool] = ControlGroups.of().pools()
         most = str(pool.free_bytes - MiB(20))
         large = Popen([*hold, most], stdin=PIPE, stdout=PIPE)
         assert large.stdout is not None

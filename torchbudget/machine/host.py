@@ -87,7 +87,7 @@ def host_memory() -> tuple[MemoryPool, ...]:
         MachineError: a reading is missing.
     """
     own_bytes = sum(process.unreclaimable_bytes for process in process_tree())
-    return (machine_memory(own_bytes=own_bytes), *cgroup_memory(own_bytes=own_bytes))
+    return (machine_memory(own_bytes=own_bytes), *ControlGroups.of().pools(own_bytes=own_bytes))
 
 
 def machine_memory(*, own_bytes: int = 0) -> MemoryPool:
@@ -219,7 +219,36 @@ class ControlGroups:
         return cls(version=version, folders=folders)
 
     def pools(self, *, own_bytes: int = 0) -> tuple[MemoryPool, ...]:
-        """Return the groups that limit memory, as `cgroup_memory` does."""
+        """Return the groups that limit the process: its own, then every visible ancestor.
+
+        Versions 1 and 2, and hybrid set-ups, where the memory controller belongs to one of the two.
+        Groups without a limit are left out. A limit is
+
+        - version 1: `memory.limit_in_bytes`; for the topmost group that is visible also the
+          tightest limit above it, out of `memory.stat`, which is all that a container sees of it;
+        - version 2: the lower of `memory.max` and `memory.high`: beyond the latter no process is
+          killed, but the kernel slows every allocation down until training stands still.
+
+        Groups of version 1 are taken to charge those above them (`memory.use_hierarchy`, always so
+        from Linux 5.11 on).
+
+        Used is what is charged to the group, less the page cache on the kernel's lists of file
+        pages and (version 2) reclaimable slabs, as in the machine's own "available" memory. Files
+        in tmpfs are on the lists of anonymous pages, and count as used.
+
+        Args:
+            own_bytes: bytes that this job uses.
+
+        Returns:
+            One pool a group; empty where no control group limits memory.
+
+        Raises:
+            MachineError: a group has a limit, but its use cannot be read.
+
+        Sources:
+            https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
+            https://docs.kernel.org/admin-guide/cgroup-v2.html
+        """
         pools = []
         for folder in self.folders:
             limit_names, use_name, reclaimable = _FILES[self.version]
@@ -273,41 +302,6 @@ class ControlGroups:
             "refusals": max((one.get("max", 0) for one in events), default=0),
             "kills": max((one.get("oom_kill", 0) for one in events), default=0),
         }
-
-
-def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool, ...]:
-    """Return the control groups that limit this process: its own, then every visible ancestor.
-
-    Versions 1 and 2, and hybrid set-ups, where the memory controller belongs to one of the two.
-    Groups without a limit are left out. A limit is
-
-    - version 1: `memory.limit_in_bytes`; for the topmost group that is visible also the tightest
-      limit above it, out of `memory.stat`, which is all that a container sees of it;
-    - version 2: the lower of `memory.max` and `memory.high`: beyond the latter no process is
-      killed, but the kernel slows every allocation down until training stands still.
-
-    Groups of version 1 are taken to charge those above them (`memory.use_hierarchy`, always so from
-    Linux 5.11 on).
-
-    Used is what is charged to the group, less the page cache on the kernel's lists of file pages
-    and (version 2) reclaimable slabs, as in the machine's own "available" memory. Files in tmpfs
-    are on the lists of anonymous pages, and count as used.
-
-    Args:
-        own_bytes: bytes that this job uses.
-        root: the folder that `/proc` and the groups' mount points are looked up in.
-
-    Returns:
-        One pool a group; empty where no control group limits memory.
-
-    Raises:
-        MachineError: a group has a limit, but its use cannot be read.
-
-    Sources:
-        https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
-        https://docs.kernel.org/admin-guide/cgroup-v2.html
-    """
-    return ControlGroups.of(root=root).pools(own_bytes=own_bytes)
 
 
 def _stalled(path: Path) -> dict[str, float]:
