@@ -71,15 +71,6 @@ class BatchMonitor(Protocol):
 
 
 @runtime_checkable
-class HasEpochs(Protocol):
-    """A sampler or data set that reads another order in each epoch."""
-
-    def set_epoch(self, epoch: int, /) -> None:
-        """Choose the epoch that the next `iter()` reads."""
-        ...
-
-
-@runtime_checkable
 class Stateful(Protocol):
     """A loader that saves its position by itself, such as torchdata's `StatefulDataLoader`."""
 
