@@ -152,18 +152,18 @@ class DeviceLimit:
 
     Attributes:
         device: name of the device.
-        budget_bytes: bytes of the device that this process may use; None: not stated.
+        budget_bytes: bytes of the device that this process may use.
         reserved_bytes: bytes that torch's allocator may reserve; None: not limited.
         outside_bytes: bytes that this process uses outside the allocator now; not limited.
     """
 
     device: str
-    budget_bytes: int | None
+    budget_bytes: int
     reserved_bytes: int | None = None
     outside_bytes: int = 0
 
     def __str__(self) -> str:
-        if self.reserved_bytes is None or self.budget_bytes is None:
+        if self.reserved_bytes is None:
             return f"{self.device}: not limited: torch's allocator has no limit on this device"
         return (
             f"{self.device}: torch's allocator may reserve {format_bytes(self.reserved_bytes)}: "
