@@ -287,7 +287,7 @@ def _mapping_bytes(folder: Path, field: str) -> Iterator[tuple[list[str], int]]:
             yield mapping, int(fields[1]) * 1024
 
 
-def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
+def untouched_shared_bytes(tree: Sequence[ProcessMemory]) -> int:
     """Return the bytes of a job's files in `/dev/shm` that are no pages of its processes.
 
     A file counts if one of the processes has it open or mapped, or if torch has made it in one of
@@ -297,56 +297,54 @@ def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) 
 
     Args:
         tree: readings of the processes, with the shares of their pages.
-        root: the folder that `/proc` and `/dev/shm` are looked up in.
     """
     pids = [process.pid for process in tree]
     try:
-        device = (root / _FOLDER[1:]).stat().st_dev
+        device = Path(_FOLDER).stat().st_dev
     except OSError:
         return 0
-    files, elsewhere = _mapped(pids, root)
-    for status in (*_open_files(pids, root), *_named_files(pids, root)):
+    files, elsewhere = _mapped(pids)
+    for status in (*_open_files(pids), *_named_files(pids)):
         if status.st_dev == device:
             files[status.st_ino] = status.st_blocks * 512
     touched_bytes = sum(process.shared_bytes for process in tree) - sum(elsewhere.values())
     return max(0, sum(files.values()) - max(0, touched_bytes))
 
 
-def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = ROOT) -> int:
+def touched_bytes(status: os.stat_result, pids: Iterable[int]) -> int:
     """Return the bytes of a file that processes have mapped, each page counted once; O(mappings).
 
     Args:
         status: of the file.
         pids: the processes; pages that others map, too, count in part.
-        root: the folder that `/proc` is looked up in.
     """
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     wanted = [device, str(status.st_ino)]
     found_bytes = 0
     for pid in pids:
         with suppress(MachineError):
-            for mapping, own_bytes in _mapping_bytes(_folder(pid, root), "Pss:"):
+            for mapping, own_bytes in _mapping_bytes(_folder(pid), "Pss:"):
                 found_bytes += own_bytes if mapping[3:5] == wanted else 0
     return found_bytes
 
 
-def _open_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
+def _open_files(pids: Iterable[int]) -> Iterator[os.stat_result]:
     for pid in pids:
         with suppress(OSError):
-            for name in os.listdir(root / f"proc/{pid}/fd"):
+            for name in os.listdir(ROOT / f"proc/{pid}/fd"):
                 with suppress(OSError):
-                    yield os.stat(f"{root}/proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
+                    yield os.stat(f"/proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
 
 
-def _named_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
+def _named_files(pids: Iterable[int]) -> Iterator[os.stat_result]:
     prefixes = tuple(f"torch_{pid}_" for pid in pids)
-    for path in (root / _FOLDER[1:]).iterdir():
+    for path in Path(_FOLDER).iterdir():
         with suppress(OSError):
             if path.name.startswith(prefixes):
                 yield path.stat()
 
 
-def _mapped(pids: Iterable[int], root: Path) -> tuple[dict[int, int], dict[int, int]]:
+def _mapped(pids: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
     """Return the bytes of mapped files in `/dev/shm`, and of other shared memory, by their inodes.
 
     A line reads: addresses, rights, offset, device, inode, path.
@@ -355,7 +353,7 @@ def _mapped(pids: Iterable[int], root: Path) -> tuple[dict[int, int], dict[int, 
     elsewhere: dict[int, int] = {}
     for pid in pids:
         with suppress(MachineError):
-            for line in read_lines(root / f"proc/{pid}/maps"):
+            for line in read_lines(ROOT / f"proc/{pid}/maps"):
                 addresses, rights, *_, inode, path = (*line.split(maxsplit=5), "")[:6]
                 if rights[-1] != "s" or not path.startswith((_FOLDER, *_ELSEWHERE)):
                     continue
