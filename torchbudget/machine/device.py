@@ -230,7 +230,7 @@ class DeviceMemory:
 
     def __init__(self, source: TorchSource) -> None:
         self.source = source
-        self.high_water = HighWater(self._peaks, self._reset_peaks)
+        self.high_water = HighWater(self._peaks, source.reset_peaks)
         first = source.figures()
         before_bytes = first.free_before_bytes
         self._others_bytes = 0 if before_bytes is None else first.total_bytes - before_bytes
@@ -238,10 +238,6 @@ class DeviceMemory:
     def _peaks(self) -> tuple[int, ...]:
         figures = self.source.figures()
         return figures.peak_reserved_bytes, figures.peak_allocated_bytes
-
-    def _reset_peaks(self) -> bool:
-        self.source.reset_peaks()
-        return True
 
     def outside_bytes(self, figures: DeviceFigures) -> int:
         """Return the bytes that this process used outside torch's allocator at a reading."""

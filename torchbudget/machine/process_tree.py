@@ -371,14 +371,14 @@ class HighWater:
 
     Args:
         read: the marks now; several where several are reset together.
-        reset: makes them start from what is used now; whether that was possible.
+        reset: makes them start from what is used now; returns false where that is not possible.
 
     Attributes:
         read: as given.
         lock: held while marks are read or reset.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, ...]], reset: Callable[[], bool]) -> None:
+    def __init__(self, read: Callable[[], tuple[int, ...]], reset: Callable[[], object]) -> None:
         self.read = read
         self._reset = reset
         self._open: weakref.WeakSet[Mark] = weakref.WeakSet()
@@ -391,7 +391,7 @@ class HighWater:
                 now = self.read()
                 for mark in self._open:
                     mark.hand_over(now)
-            if not self._reset():
+            if self._reset() is False:
                 return None
             mark = Mark(self)
             self._open.add(mark)
