@@ -7,6 +7,7 @@ import dataclasses
 import math
 import pickle
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -226,7 +227,9 @@ class Fakes:
         self.readings = {
             "host_memory": lambda: tuple(host),
             "shared_memory": lambda: shared,
-            "cuda_memory": lambda device: dataclasses.replace(gpu, name=str(device)),
+            "device_memory": lambda device: SimpleNamespace(
+                pool=lambda: dataclasses.replace(gpu, name=str(device))
+            ),
         }
 
     def detect(self, device, **options):

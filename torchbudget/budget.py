@@ -10,7 +10,7 @@ import torch
 
 from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.machine.device import cuda_memory, device_memory, is_cpu
+from torchbudget.machine.device import device_memory, is_cpu
 from torchbudget.machine.host import MemoryPool, host_memory, shared_memory
 from torchbudget.units import Amount, exact, format_bytes, parse_bytes
 
@@ -130,7 +130,7 @@ class MemoryBudget:
             raise OptionError(f"fraction must be above 0 and at most 1, got {fraction!r}")
         rank_share = share / ranks_on_this_machine(ranks_per_machine)
         on_host = device is not None and is_cpu(device)
-        gpu = None if device is None or on_host else cuda_memory(device)
+        gpu = None if device is None or on_host else device_memory(device).pool()
         host_bytes = _part(min(host_memory(), key=lambda pool: pool.usable_bytes), rank_share)
         shm = shared_memory()
         return cls(
@@ -152,18 +152,18 @@ class DeviceLimit:
 
     Attributes:
         device: name of the device.
-        budget_bytes: bytes of the device that this process may use; None: not stated.
+        budget_bytes: bytes of the device that this process may use.
         reserved_bytes: bytes that torch's allocator may reserve; None: not limited.
         outside_bytes: bytes that this process uses outside the allocator now; not limited.
     """
 
     device: str
-    budget_bytes: int | None
+    budget_bytes: int
     reserved_bytes: int | None = None
     outside_bytes: int = 0
 
     def __str__(self) -> str:
-        if self.reserved_bytes is None or self.budget_bytes is None:
+        if self.reserved_bytes is None:
             return f"{self.device}: not limited: torch's allocator has no limit on this device"
         return (
             f"{self.device}: torch's allocator may reserve {format_bytes(self.reserved_bytes)}: "

@@ -39,15 +39,12 @@ def aligned(rows: Sequence[Sequence[str]], *, right: int | None = None) -> list[
     return lines
 
 
-def new_figure(
-    columns: int = 1, *, width: float = 8, height: float = 4
-) -> tuple[Figure, list[Any]]:
+def new_figure(columns: int = 1, *, width: float = 8) -> tuple[Figure, list[Any]]:
     """An empty figure without a window, and its axes side by side.
 
     Args:
         columns: of axes.
         width: in inches.
-        height: likewise.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -56,7 +53,7 @@ def new_figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError.of("matplotlib", "plot") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, 4), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 

@@ -59,7 +59,7 @@ def ranks_on_this_machine(given: int | None) -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if said.isdecimal() and int(said):
         return int(said)
-    ranks, _ = AskedRanks().now()
+    ranks = len(Ranks())
     if ranks > 1:
         raise OptionError(
             f"this is one of {ranks} ranks, and its launcher does not say how many of them share "
@@ -71,9 +71,8 @@ def ranks_on_this_machine(given: int | None) -> int:
 class AskedRanks:
     """The rank of this process and the number of ranks: as given, or by `torch.distributed` now.
 
-    `AskedRanks().now()` is the answer of `torch.distributed` alone. The last answer stays after
-    the process group has ended. A `DataLoader`'s worker has no process group: a copy in a worker
-    gives the answer of its parent. Any other copy asks again.
+    The last answer stays after the process group has ended. A `DataLoader`'s worker has no process
+    group: a copy in a worker gives the answer of its parent. Any other copy asks again.
 
     Args:
         num_replicas: number of ranks; `None`: as many as `torch.distributed` has joined, else 1.
@@ -90,13 +89,9 @@ class AskedRanks:
         self._seen = self._ask()
 
     def _ask(self) -> tuple[int, int]:
-        number, rank = self._given
-        joined = is_distributed()
-        if number is None:
-            number = torch.distributed.get_world_size() if joined else 1
-        if rank is None:
-            rank = torch.distributed.get_rank() if joined else 0
-        number = at_least_one("num_replicas", number)
+        joined, (number, rank) = Ranks(), self._given
+        number = at_least_one("num_replicas", len(joined) if number is None else number)
+        rank = joined.rank if rank is None else rank
         if natural("rank", rank) >= number:
             raise OptionError(f"rank must be below num_replicas={number}, got {rank}")
         return number, rank

@@ -71,15 +71,6 @@ class BatchMonitor(Protocol):
 
 
 @runtime_checkable
-class HasEpochs(Protocol):
-    """A sampler or data set that reads another order in each epoch."""
-
-    def set_epoch(self, epoch: int, /) -> None:
-        """Choose the epoch that the next `iter()` reads."""
-        ...
-
-
-@runtime_checkable
 class Stateful(Protocol):
     """A loader that saves its position by itself, such as torchdata's `StatefulDataLoader`."""
 
@@ -109,56 +100,6 @@ class StepSource(Protocol):
 
     def accumulates(self) -> bool:
         """Whether steps of the coming epoch have several micro-batches."""
-
-
-class IndexSource(ABC):
-    """A sampler that knows which samples each batch of an epoch has: see `predict`, `warm_up`.
-
-    This is a base class to inherit from, and no `Protocol`: to look at the type of a protocol,
-    Python before 3.12 reads its properties, and `batches_left` plans the whole epoch.
-    """
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def batches_left(self) -> int:
-        """How many batches the next `iter()` reads."""
-
-    @property
-    @abstractmethod
-    def num_replicas(self) -> int:
-        """Ranks that share the epoch."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Rank of this process."""
-
-    @abstractmethod
-    def whole_pass(self) -> AbstractContextManager[object]:
-        """Iterate over every sample inside, without a change for a loop around it."""
-
-    @abstractmethod
-    def tracked(self, loader: Any, /) -> Any:
-        """Begin a loop over a loader, whose `last` has the `indices` of the batch that came."""
-
-    @abstractmethod
-    def load_state_dict(self, state_dict: Any, /) -> None:
-        """Go on from a saved position."""
-
-    @abstractmethod
-    def check_dataset(self, dataset: Any, /) -> None:
-        """Raise an `OptionError` where a data set has not one sample for each size."""
-
-    @abstractmethod
-    def extremes(self) -> dict[str, Any]:
-        """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""
-
-    @abstractmethod
-    def batch_bytes(self, indices: Any, /) -> int:
-        """Predicted bytes of a micro-batch of these samples."""
 
 
 class ResumableSource(ABC):
@@ -223,3 +164,35 @@ class ResumableSource(ABC):
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved position."""
+
+
+class IndexSource(ResumableSource):
+    """A source that knows which samples each batch of an epoch has: see `predict`, `warm_up`."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def batches_left(self) -> int:
+        """How many batches the next `iter()` reads."""
+
+    @abstractmethod
+    def whole_pass(self) -> AbstractContextManager[object]:
+        """Iterate over every sample inside, without a change for a loop around it."""
+
+    @abstractmethod
+    def tracked(self, loader: Any) -> Any:
+        """Begin a loop over a loader, whose `last` has the `indices` of the batch that came."""
+
+    @abstractmethod
+    def check_dataset(self, dataset: Any, /) -> None:
+        """Raise an `OptionError` where a data set has not one sample for each size."""
+
+    @abstractmethod
+    def extremes(self) -> dict[str, Any]:
+        """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""
+
+    @abstractmethod
+    def batch_bytes(self, indices: Any, /) -> int:
+        """Predicted bytes of a micro-batch of these samples."""

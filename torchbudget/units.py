@@ -129,15 +129,6 @@ def parse_bytes(amount: Amount) -> int:
     return _count(int(amount), 1, amount)
 
 
-def format_amount(amount: int, unit: str) -> str:
-    """An amount for people: bytes in binary units, anything else as its number.
-
-    >>> format_amount(4096, "bytes"), format_amount(4096, "tokens")
-    ('4 KiB', '4,096 tokens')
-    """
-    return format_bytes(amount) if unit == "bytes" else f"{amount:,} {unit}"
-
-
 def format_bytes(num_bytes: int) -> str:
     """Format bytes for people, in binary units.
 

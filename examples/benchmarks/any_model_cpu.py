@@ -58,7 +58,7 @@ from torchbudget import (
     trace_peak_bytes,
 )
 from torchbudget.errors import CostError
-from torchbudget.machine.process_tree import RESIDENT, process_memory
+from torchbudget.machine.process_tree import process_memory, restart_peak
 from torchbudget.restoring import TrainingState
 
 MODELS = (
@@ -109,7 +109,7 @@ def unseen(case: Any, n: int, size: Any) -> float | None:
     own += sum(value.nbytes for value in values)
     with suppress(CostError):
         tensors = trace_peak_bytes(case.step, batch)
-        RESIDENT.reset()
+        restart_peak()
         idle = process_memory().resident_bytes
         case.step(batch)
         grown = (process_memory().peak_resident_bytes or 0) - idle
@@ -135,7 +135,7 @@ def epoch(name: str, gib: int, steps: int) -> dict[str, Any]:
     peaks, predicted, seconds, shapes = [], [], [], []
     for indices in MemoryBudgetBatchSampler(sizes, cost, budget):
         shapes.append((len(indices), as_size(sizes[indices].max(0))))
-        RESIDENT.reset()
+        restart_peak()
         start_s = time.process_time()
         case.step(case.make_batch(*shapes[-1]))
         seconds.append(time.process_time() - start_s)

@@ -58,7 +58,7 @@ import numpy as np
 from _common import Results, options, timed
 
 from torchbudget import MemoryBudgetBatchSampler, measure_cost
-from torchbudget.machine.process_tree import RESIDENT, process_memory
+from torchbudget.machine.process_tree import process_memory, restart_peak
 
 # Each with how many times as many samples: those of "heavy" are small beside its weights.
 MODELS = {
@@ -95,7 +95,7 @@ def epoch(name: str, extra_mib: int, samples: int) -> dict[str, float]:
     def train() -> None:
         for batch in sampler:
             size = tuple(sizes[batch].max(0).tolist())
-            RESIDENT.reset()
+            restart_peak()
             training.step(training.make_batch(len(batch), size if len(size) > 1 else size[0]))
             peaks.append(process_memory().peak_resident_bytes or 0)
             predicted.append(int(cost.batch_bytes(len(batch), size if len(size) > 1 else size[0])))

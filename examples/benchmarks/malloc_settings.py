@@ -82,7 +82,7 @@ from tests.support.model_classes import CLASSES
 from torchbudget import MemoryBudgetBatchSampler, measure_cost
 from torchbudget.errors import CostError, MeasureWarning, OversizeError
 from torchbudget.machine import allocators
-from torchbudget.machine.process_tree import RESIDENT, process_memory
+from torchbudget.machine.process_tree import process_memory, restart_peak
 
 DEFAULTS = "glibc's defaults"
 # KiB from which glibc maps blocks, and MiB that it keeps free at the heap's end.
@@ -158,7 +158,7 @@ def cell(name: str, gib: int, setting: str, samples: int) -> dict[str, float]:
     seconds, peak = 0.0, 0
     for batch in MemoryBudgetBatchSampler(sizes, cost, budget):
         made = make_batch(len(batch), sizes[batch].max(axis=0).tolist())
-        RESIDENT.reset()
+        restart_peak()
         seconds += timed(partial(step, made))[0].cpu_s
         peak = max(peak, process_memory().peak_resident_bytes or 0)
     return {"ms a sample": 1000 * seconds / len(sizes), "peak": peak / budget, "at once": at_once}

@@ -14,7 +14,7 @@ import torch
 from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget.errors import MachineError, OptionError
 from torchbudget.machine import nvml
-from torchbudget.machine.device import DeviceMemory, TorchSource, cuda_memory, device_in_use
+from torchbudget.machine.device import DeviceMemory, TorchSource, device_in_use, device_memory
 from torchbudget.machine.host import MemoryPool
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.units import GiB, MiB
@@ -213,10 +213,10 @@ def test_a_gpu_that_does_not_exist_or_answer(gpus, monkeypatch):
         raise torch.OutOfMemoryError("CUDA error: out of memory")
 
     with pytest.raises(MachineError, match="finds 2 CUDA devices, counted from 0"):
-        cuda_memory("cuda:2")
+        device_memory("cuda:2").pool()
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     with pytest.raises(MachineError, match="memory of cuda:0: CUDA error: out of memory"):
-        cuda_memory("cuda:0")
+        device_memory("cuda:0").pool()
 
 
 @pytest.mark.parametrize("named", ["PYTORCH_NO_CUDA_MEMORY_CACHING=1", "backend:cudaMallocAsync"])

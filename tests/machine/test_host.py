@@ -22,9 +22,7 @@ from torchbudget.errors import MachineError
 from torchbudget.machine import host
 from torchbudget.machine.host import (
     ControlGroups,
-    GroupEvents,
     MemoryPool,
-    cgroup_memory,
     free_descriptors,
     host_memory,
     machine_memory,
@@ -55,7 +53,7 @@ def test_the_host_is_the_machine_and_its_groups() -> None:
     first, *groups = host_memory()
     assert first.name == machine_memory().name == "machine"
     assert first.limit_bytes == int(fields["MemTotal"].split()[0]) * 1024
-    assert [pool.name for pool in groups] == [pool.name for pool in cgroup_memory()]
+    assert [pool.name for pool in groups] == [pool.name for pool in ControlGroups.of().pools()]
     job = sum(process.unreclaimable_bytes for process in process_tree())  # with a fork server
     assert first.own_bytes == pytest.approx(job, abs=MiB(64))
 
@@ -146,7 +144,7 @@ def v2(folder: str, limit: object, used: int, high: object = "max", stat: str = 
 def found(root: Path) -> list[tuple[str, int, int]]:
     return [
         (str(Path(pool.name).relative_to(root)), pool.limit_bytes, pool.used_bytes)
-        for pool in cgroup_memory(root=root)
+        for pool in ControlGroups.of(root=root).pools()
     ]
 
 
@@ -197,7 +195,7 @@ LAYOUTS: dict[str, tuple[str, list[str], Files, list[tuple[str, int, int]]]] = {
 def test_the_groups_that_limit_memory_are_found(tmp_path: Path, layout: str) -> None:
     cgroup, mounts, files, expected = LAYOUTS[layout]
     assert found(tree(tmp_path, cgroup, mounts, files)) == expected
-    assert cgroup_memory(root=tmp_path / "no proc") == ()
+    assert ControlGroups.of(root=tmp_path / "no proc").pools() == ()
 
 
 @pytest.mark.parametrize(
@@ -239,7 +237,8 @@ def test_only_reclaimable_cache_is_no_use(
     tmp_path: Path, cgroup: str, version: int, files: Files, used: int
 ) -> None:
     """Lists of file pages (and slabs in version 2) are taken off; tmpfs is not."""
-    (pool,) = cgroup_memory(own_bytes=12, root=tree(tmp_path, cgroup, [mount(version)], files))
+    groups = ControlGroups.of(root=tree(tmp_path, cgroup, [mount(version)], files))
+    (pool,) = groups.pools(own_bytes=12)
     assert (pool.used_bytes, pool.own_bytes) == (used, 12)
 
 
@@ -247,10 +246,10 @@ def test_a_limit_that_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
     """A limit is never silently dropped."""
     root = tree(tmp_path, "0::/\n", [mount(2)], {"cg/memory.max": 100})
     with pytest.raises(MachineError, match=r"limits memory, but .*memory\.current does not exist"):
-        cgroup_memory(root=root)
+        ControlGroups.of(root=root).pools()
 
 
-EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
+EVENTS: dict[str, tuple[str, list[str], Files, dict[str, float]]] = {
     "version 2: the topmost group counts those below it": (
         "0::/job\n",
         [mount(2)],
@@ -259,7 +258,7 @@ EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
             "cg/job/memory.events": "low 0\nhigh 1\nmax 3\noom 1\noom_kill 1\n",
             "cg/memory.events": "low 0\nhigh 1\nmax 5\noom 2\noom_kill 2\n",
         },
-        GroupEvents(stalled_s=2.5, refusals=5, kills=2),
+        {"stalled_s": 2.5, "refusals": 5, "kills": 2},
     ),
     "version 1: each group counts what hit its own limit; no file says how long processes waited": (
         "7:memory:/job\n",
@@ -270,9 +269,9 @@ EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
             "cg/memory.failcnt": "2",
             "cg/memory.memsw.failcnt": "4",
         },
-        GroupEvents(stalled_s=None, refusals=9, kills=1),
+        {"refusals": 9, "kills": 1},
     ),
-    "no groups": ("", [], {}, GroupEvents(stalled_s=None, refusals=0, kills=0)),
+    "no groups": ("", [], {}, {"refusals": 0, "kills": 0}),
 }
 
 

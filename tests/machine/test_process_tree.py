@@ -247,7 +247,7 @@ def test_batches_that_workers_have_sent_count_as_the_jobs(strategy: str) -> None
 
 
 NEEDS_RESETS = pytest.mark.skipif(
-    not RESIDENT.reset(), reason="the kernel does not let the high-water mark be reset"
+    RESIDENT.begin() is None, reason="the kernel does not let the high-water mark be reset"
 )
 
 
@@ -273,7 +273,7 @@ def test_memory_that_is_freed_meanwhile_counts() -> None:
 def test_a_mark_that_cannot_be_reset_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own mark would be that of the whole process."""
     monkeypatch.setattr("torchbudget.machine.process_tree.ROOT", Path("/no-such-folder"))
-    assert not RESIDENT.reset()
+    assert RESIDENT.begin() is None
     with pytest.raises(MachineError, match="clear_refs is not writable"), peak_memory("cpu"):
         pass
 
@@ -290,7 +290,7 @@ def test_a_peak_inside_another_leaves_the_outer_one() -> None:
                 raise KeyError
             # The one that was left keeps no mark.
             assert len(RESIDENT._open) == others + 2
-        RESIDENT.reset()
+        RESIDENT.begin()
     assert outer.bytes == pytest.approx(before, abs=MiB(4))
     assert inner.bytes == pytest.approx(within, abs=MiB(4))
     assert outer.bytes - inner.bytes == pytest.approx(MiB(48), abs=MiB(8))

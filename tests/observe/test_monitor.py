@@ -25,7 +25,7 @@ from tests.support.memory_groups import HOLD, memory_group
 from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
 from torchbudget.machine import device as device_module
-from torchbudget.machine.host import cgroup_memory
+from torchbudget.machine.host import ControlGroups
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import RESIDENT, process_memory
 from torchbudget.observe.report import MemoryLimit, read_records
@@ -39,7 +39,7 @@ def take(num_bytes: int) -> None:
     del taken
 
 
-@pytest.mark.skipif(not RESIDENT.reset(), reason="the kernel lets no mark be reset")
+@pytest.mark.skipif(RESIDENT.begin() is None, reason="the kernel lets no mark be reset")
 def test_peaks_are_the_kernels_and_may_overlap() -> None:
     """Within 1 % of VmHWM, each of its own time, whoever resets the kernel's mark inside."""
     with MemoryMonitor(interval_s=10) as outer:
@@ -47,7 +47,7 @@ def test_peaks_are_the_kernels_and_may_overlap() -> None:
         high_water = process_memory(shares=False).peak_resident_bytes
         with MemoryMonitor() as inner, peak_memory("cpu") as peak:
             take(MiB(100))
-        RESIDENT.reset()
+        RESIDENT.begin()
     assert high_water is not None
     outer_bytes, inner_bytes = (one.report().peak.process_peak_bytes for one in (outer, inner))
     assert outer_bytes == pytest.approx(high_water, rel=0.01)
@@ -278,7 +278,7 @@ def fill_the_group() -> None:
     near: list[MemoryLimit] = []
     hold = [sys.executable, "-c", HOLD]
     with MemoryMonitor(interval_s=0.02, on_limit=near.append) as monitor:
-        [pool] = cgroup_memory()
+        [pool] = ControlGroups.of().pools()
         most = str(pool.free_bytes - MiB(20))
         large = Popen([*hold, most], stdin=PIPE, stdout=PIPE)
         assert large.stdout is not None

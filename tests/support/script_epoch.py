@@ -18,7 +18,7 @@ import torch
 import torchbudget as tb
 from tests.support.training_cases import CASES
 from torchbudget.machine.allocators import trim_malloc
-from torchbudget.machine.process_tree import RESIDENT, process_memory
+from torchbudget.machine.process_tree import process_memory, restart_peak
 
 gc.freeze()  # what is imported takes 0.2 s of each collection
 name, budget, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -44,7 +44,7 @@ else:
     cost = tb.measure_cost(step, training.make_batch, **options)
     probes = [probe for probe in cost.probes if probe.how == "run"]
     batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
-RESIDENT.reset()
+restart_peak()
 print("begun", flush=True)  # noqa: T201
 for batch in batches:
     size = sizes[batch].max(0)

@@ -11,7 +11,7 @@ import torch
 from torchbudget.budget import MemoryBudget
 from torchbudget.commands import Answer, Command, as_json
 from torchbudget.display import aligned
-from torchbudget.machine.device import cuda_memory
+from torchbudget.machine.device import device_memory
 from torchbudget.machine.host import (
     MemoryPool,
     free_descriptors,
@@ -85,7 +85,7 @@ def _pools(device: str) -> list[tuple[str, MemoryPool]]:
     pools += [("process", pool) for pool in process_limits()]
     shared = shared_memory()
     pools += [] if shared is None else [("shared", shared)]
-    return pools if device.startswith("cpu") else [*pools, ("device", cuda_memory(device))]
+    return pools if device.startswith("cpu") else [*pools, ("device", device_memory(device).pool())]
 
 
 _HELP: Final = "the limits of this machine, and the one that binds"

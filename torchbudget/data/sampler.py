@@ -38,11 +38,11 @@ from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.shapes import fitted
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.protocols import IndexSource, MapStyle, ResumableSource, StepSource
+from torchbudget.protocols import IndexSource, MapStyle, StepSource
 from torchbudget.units import Amount
 
 
-class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, IndexSource):
+class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
     """Yields lists of indices: batches of ragged samples that fit a budget and fill it.
 
     It draws windows of samples uniformly at random, sorts each by size, and cuts it into

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -290,34 +290,22 @@ def predict(
     return outputs_of(forward, made, gather=gather, group=group, progress=progress, folder=opened)
 
 
-@dataclass(slots=True)
-class CheckedCollate:
-    """A collate that compares its batches with the plan: see `check_elements`.
-
-    Attributes:
-        collate_fn: makes the batches.
-        most: padded elements that any was planned with at the most; `None`: unknown.
-        multiple: of the sizes of packed batches; `None`: they are padded.
-    """
-
-    collate_fn: Callable[[list[Any]], Any]
-    most: int | None
-    multiple: int | None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Make a batch."""
-        batch = self.collate_fn(samples)
-        check_elements(batch, self.most, self.multiple)
-        return batch
-
-
-def _checked(batches: RealBatches, rules: BatchRules) -> CheckedCollate:
+def _checked(batches: RealBatches, rules: BatchRules) -> Callable[[list[Any]], Any]:
     """The collate that pads as the rules plan, and compares its batches with them."""
     made = batches.collate
     if rules.shapes and isinstance(made, PadCollate):
         made = replace(made, size_multiple=rules)
     multiple = None if rules.packing is None else batches.multiple
-    return CheckedCollate(made, batches.most_elements(rules), multiple)
+    return partial(_collate_checked, made, batches.most_elements(rules), multiple)
+
+
+def _collate_checked(
+    collate_fn: Callable[..., Any], most: int | None, multiple: int | None, samples: list[Any]
+) -> Any:
+    """Make a batch, and compare it with the plan: see `check_elements`."""
+    batch = collate_fn(samples)
+    check_elements(batch, most, multiple)
+    return batch
 
 
 def _check_options(step: Any, budget: Any, options: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from torchbudget.distributed import AskedRanks
+from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.train.loop import read_as_plain, source_of
 
@@ -93,4 +93,4 @@ class HostedLoader:
 
 def of_this_rank(positions: Sequence[T]) -> T:
     """Return this rank's position; where there are more ranks than saved them, ranks share one."""
-    return positions[AskedRanks().now()[1] % len(positions)]
+    return positions[Ranks().rank % len(positions)]

@@ -9,7 +9,6 @@ from math import inf
 from typing import Any, Final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
 
 from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError, StateError, StateMismatchError
@@ -145,10 +144,9 @@ class _Loader(HostedLoader):
         has_ended: a loop over it has ended in the present one of Lightning's epochs.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
-        super().__init__(loader, num_replicas=num_replicas, rank=rank)
-        self.has_ended = self._ends_again = False
-        self._epoch: int | None = None  # Lightning's number, which may be ahead of the source's
+    has_ended = False
+    _ends_again = False
+    _epoch: int | None = None  # Lightning's number, which may be ahead of the source's
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the epoch's batches."""

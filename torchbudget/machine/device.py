@@ -230,7 +230,7 @@ class DeviceMemory:
 
     def __init__(self, source: TorchSource) -> None:
         self.source = source
-        self.high_water = HighWater(self._peaks, self._reset_peaks)
+        self.high_water = HighWater(self._peaks, source.reset_peaks)
         first = source.figures()
         before_bytes = first.free_before_bytes
         self._others_bytes = 0 if before_bytes is None else first.total_bytes - before_bytes
@@ -238,10 +238,6 @@ class DeviceMemory:
     def _peaks(self) -> tuple[int, ...]:
         figures = self.source.figures()
         return figures.peak_reserved_bytes, figures.peak_allocated_bytes
-
-    def _reset_peaks(self) -> bool:
-        self.source.reset_peaks()
-        return True
 
     def outside_bytes(self, figures: DeviceFigures) -> int:
         """Return the bytes that this process used outside torch's allocator at a reading."""
@@ -260,7 +256,9 @@ class DeviceMemory:
     def pool(self) -> MemoryPool:
         """Return the device as memory that this process shares with others.
 
-        Where the allocator may take a fraction only, the rest counts as used.
+        `own_bytes` are this process's, its context included. Other processes count as others, those
+        of this job too: a GPU belongs to one rank. Where the allocator may take a fraction only,
+        the rest counts as used.
         """
         figures = self.source.figures()
         cap_bytes = int(figures.total_bytes * figures.fraction)
@@ -318,12 +316,3 @@ def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
 def is_cpu(device: torch.device | str) -> bool:
     """Return whether it is the CPU. `device_memory` checks whether the machine has another one."""
     return str(device) in ("cpu", "cpu:0")
-
-
-def cuda_memory(device: torch.device | str = "cuda") -> MemoryPool:
-    """Return the memory of one GPU; `own_bytes` are this process's, its context included.
-
-    See `device_memory`, whose errors it raises. Other processes on one GPU count as others, those
-    of this job too: a GPU belongs to one rank.
-    """
-    return device_memory(device).pool()

@@ -87,7 +87,7 @@ def host_memory() -> tuple[MemoryPool, ...]:
         MachineError: a reading is missing.
     """
     own_bytes = sum(process.unreclaimable_bytes for process in process_tree())
-    return (machine_memory(own_bytes=own_bytes), *cgroup_memory(own_bytes=own_bytes))
+    return (machine_memory(own_bytes=own_bytes), *ControlGroups.of().pools(own_bytes=own_bytes))
 
 
 def machine_memory(*, own_bytes: int = 0) -> MemoryPool:
@@ -196,23 +196,6 @@ def allow_more_descriptors() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEvents:
-    """The events in control groups since they were made.
-
-    Attributes:
-        stalled_s: seconds in which some process of the group waited for memory (version 2, the
-            `total` of `memory.pressure`); None: not known.
-        refusals: how often a limit was hit and memory had to be reclaimed (`failcnt`, which
-            some kernels leave at 0, or `max` of `memory.events`).
-        kills: processes that were killed for memory.
-    """
-
-    stalled_s: float | None
-    refusals: int
-    kills: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlGroups:
     """The control groups that charge a process's memory, to be read again and again.
 
@@ -236,7 +219,36 @@ class ControlGroups:
         return cls(version=version, folders=folders)
 
     def pools(self, *, own_bytes: int = 0) -> tuple[MemoryPool, ...]:
-        """Return the groups that limit memory, as `cgroup_memory` does."""
+        """Return the groups that limit the process: its own, then every visible ancestor.
+
+        Versions 1 and 2, and hybrid set-ups, where the memory controller belongs to one of the two.
+        Groups without a limit are left out. A limit is
+
+        - version 1: `memory.limit_in_bytes`; for the topmost group that is visible also the
+          tightest limit above it, out of `memory.stat`, which is all that a container sees of it;
+        - version 2: the lower of `memory.max` and `memory.high`: beyond the latter no process is
+          killed, but the kernel slows every allocation down until training stands still.
+
+        Groups of version 1 are taken to charge those above them (`memory.use_hierarchy`, always so
+        from Linux 5.11 on).
+
+        Used is what is charged to the group, less the page cache on the kernel's lists of file
+        pages and (version 2) reclaimable slabs, as in the machine's own "available" memory. Files
+        in tmpfs are on the lists of anonymous pages, and count as used.
+
+        Args:
+            own_bytes: bytes that this job uses.
+
+        Returns:
+            One pool a group; empty where no control group limits memory.
+
+        Raises:
+            MachineError: a group has a limit, but its use cannot be read.
+
+        Sources:
+            https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
+            https://docs.kernel.org/admin-guide/cgroup-v2.html
+        """
         pools = []
         for folder in self.folders:
             limit_names, use_name, reclaimable = _FILES[self.version]
@@ -264,8 +276,14 @@ class ControlGroups:
             )
         return tuple(pools)
 
-    def events(self) -> GroupEvents:
-        """Return the events so far.
+    def events(self) -> dict[str, float]:
+        """Return the events in the groups since they were made, by name.
+
+        - `stalled_s`: seconds in which some process of the group waited for memory (version 2, the
+          `total` of `memory.pressure`); left out where it is not known.
+        - `refusals`: how often a limit was hit and memory had to be reclaimed (`failcnt`, which
+          some kernels leave at 0, or `max` of `memory.events`).
+        - `kills`: processes that were killed for memory.
 
         Raises:
             MachineError: a file exists, but cannot be read.
@@ -276,59 +294,24 @@ class ControlGroups:
             failures = [read_number(folder / name) for folder in self.folders for name in names]
             control = [read_fields(folder / "memory.oom_control") for folder in self.folders]
             kills = sum(one.get("oom_kill", 0) for one in control)
-            return GroupEvents(stalled_s=None, refusals=sum(filter(None, failures)), kills=kills)
+            return {"refusals": sum(filter(None, failures)), "kills": kills}
         # Version 2 counts a group's events in its ancestors too.
         events = [read_fields(folder / "memory.events") for folder in self.folders]
-        return GroupEvents(
-            stalled_s=_stalled_s(self.folders[0] / "memory.pressure") if self.folders else None,
-            refusals=max((one.get("max", 0) for one in events), default=0),
-            kills=max((one.get("oom_kill", 0) for one in events), default=0),
-        )
+        return {
+            **(_stalled(self.folders[0] / "memory.pressure") if self.folders else {}),
+            "refusals": max((one.get("max", 0) for one in events), default=0),
+            "kills": max((one.get("oom_kill", 0) for one in events), default=0),
+        }
 
 
-def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool, ...]:
-    """Return the control groups that limit this process: its own, then every visible ancestor.
-
-    Versions 1 and 2, and hybrid set-ups, where the memory controller belongs to one of the two.
-    Groups without a limit are left out. A limit is
-
-    - version 1: `memory.limit_in_bytes`; for the topmost group that is visible also the tightest
-      limit above it, out of `memory.stat`, which is all that a container sees of it;
-    - version 2: the lower of `memory.max` and `memory.high`: beyond the latter no process is
-      killed, but the kernel slows every allocation down until training stands still.
-
-    Groups of version 1 are taken to charge those above them (`memory.use_hierarchy`, always so from
-    Linux 5.11 on).
-
-    Used is what is charged to the group, less the page cache on the kernel's lists of file pages
-    and (version 2) reclaimable slabs, as in the machine's own "available" memory. Files in tmpfs
-    are on the lists of anonymous pages, and count as used.
-
-    Args:
-        own_bytes: bytes that this job uses.
-        root: the folder that `/proc` and the groups' mount points are looked up in.
-
-    Returns:
-        One pool a group; empty where no control group limits memory.
-
-    Raises:
-        MachineError: a group has a limit, but its use cannot be read.
-
-    Sources:
-        https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
-        https://docs.kernel.org/admin-guide/cgroup-v2.html
-    """
-    return ControlGroups.of(root=root).pools(own_bytes=own_bytes)
-
-
-def _stalled_s(path: Path) -> float | None:
+def _stalled(path: Path) -> dict[str, float]:
     """Read a line such as `some avg10=0.00 avg60=0.00 avg300=0.00 total=1234`, in microseconds."""
     with suppress(MachineError):  # the kernel may have been told not to count
         for line in read_lines(path):
             kind, *_, total = line.split()
             if kind == "some":
-                return int(total.removeprefix("total=")) / 1e6
-    return None
+                return {"stalled_s": int(total.removeprefix("total=")) / 1e6}
+    return {}
 
 
 def groups_of(

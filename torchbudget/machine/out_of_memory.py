@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from torchbudget.errors import MachineError, TorchBudgetError
-from torchbudget.machine.host import cgroup_memory, machine_memory, process_limits
+from torchbudget.machine.host import ControlGroups, machine_memory, process_limits
 
 # Said for no other reason. "out of memory": CUDA, its driver, HIP, Triton, MPS, XPU, NCCL, each in
 # a sentence of its own, or as the name of an error, such as CUDA_ERROR_OUT_OF_MEMORY,
@@ -100,7 +100,7 @@ def _left() -> Iterator[tuple[int, int]]:
     for pool in process_limits():
         yield pool.free_bytes, max(_NOTHING_BYTES, pool.limit_bytes // _PART)
     with suppress(MachineError):
-        for pool in (machine_memory(), *cgroup_memory()):
+        for pool in (machine_memory(), *ControlGroups.of().pools()):
             yield pool.free_bytes, _NOTHING_BYTES
 
 

@@ -70,22 +70,20 @@ class ProcessMemory:
         resident_bytes: pages in memory; a page that several processes map counts in each.
         peak_resident_bytes: the most that `resident_bytes` ever was; None where the kernel does
             not keep it.
-        anonymous_bytes: the resident pages that are neither a file's nor shared memory; after a
-            fork they are shared too, until one of the processes writes to them.
         shared_bytes: the part of `proportional_bytes` that is shared memory.
         proportional_bytes: pages in memory, each divided by the number of processes that map it,
             so that a sum over processes counts it once; see `is_proportional`.
         unreclaimable_bytes: the part of `proportional_bytes` that the kernel cannot reclaim:
             anonymous pages and shared memory, but not the pages of files, which can be read again.
         is_proportional: whether the shares of the pages were read. Otherwise
-            `proportional_bytes` are the anonymous bytes, without all that may be shared, and
-            `unreclaimable_bytes` are those and the whole of the shared memory that is mapped.
+            `proportional_bytes` are the anonymous bytes (pages that are neither a file's nor shared
+            memory), and `unreclaimable_bytes` are those and the whole of the shared memory that is
+            mapped.
     """
 
     pid: int
     resident_bytes: int
     peak_resident_bytes: int | None
-    anonymous_bytes: int
     shared_bytes: int
     proportional_bytes: int
     unreclaimable_bytes: int
@@ -127,7 +125,6 @@ def process_memory(
         pid=status["Pid"],
         resident_bytes=status.get("VmRSS", 0),
         peak_resident_bytes=status.get("VmHWM"),
-        anonymous_bytes=anonymous_bytes,
         shared_bytes=pages.get("Pss_Shmem", 0),
         proportional_bytes=pages.get("Pss", anonymous_bytes),
         unreclaimable_bytes=pages.get("Pss_Anon", anonymous_bytes) + mapped_bytes,
@@ -213,7 +210,6 @@ class ProcessPages:
         private: the part of `anonymous` that no other process maps.
         file: pages of files: libraries, and data that is mapped.
         private_file: the part of `file` that no other process maps.
-        shared_memory: pages of `/dev/shm` that it maps.
     """
 
     resident: int
@@ -222,7 +218,6 @@ class ProcessPages:
     private: int
     file: int
     private_file: int
-    shared_memory: int
 
     @property
     def common(self) -> int:
@@ -247,17 +242,15 @@ def process_pages(pid: int | None = None) -> ProcessPages:
     status, sums = read_fields(folder / "status"), read_fields(folder / "smaps_rollup")
     if "RssAnon" not in status or "Private_Dirty" not in sums:
         raise MachineError(f"cannot read {folder}: no such process, or no Linux /proc")
-    shared_memory = status["RssShmem"]
-    # Of files only those are dirty that were written a moment ago.
-    dirty = mapped_data_bytes(pid, field="Private_Dirty:")
+    # Dirty are also shared memory, and files that were written a moment ago.
+    others = status["RssShmem"] + mapped_data_bytes(pid, field="Private_Dirty:")
     return ProcessPages(
         resident=status["VmRSS"],
         peak_resident=status.get("VmHWM", 0),
         anonymous=status["RssAnon"],
-        private=min(max(0, sums["Private_Dirty"] - shared_memory - dirty), status["RssAnon"]),
+        private=min(max(0, sums["Private_Dirty"] - others), status["RssAnon"]),
         file=status["RssFile"],
         private_file=min(sums["Private_Clean"], status["RssFile"]),
-        shared_memory=shared_memory,
     )
 
 
@@ -294,7 +287,7 @@ def _mapping_bytes(folder: Path, field: str) -> Iterator[tuple[list[str], int]]:
             yield mapping, int(fields[1]) * 1024
 
 
-def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
+def untouched_shared_bytes(tree: Sequence[ProcessMemory]) -> int:
     """Return the bytes of a job's files in `/dev/shm` that are no pages of its processes.
 
     A file counts if one of the processes has it open or mapped, or if torch has made it in one of
@@ -304,56 +297,54 @@ def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) 
 
     Args:
         tree: readings of the processes, with the shares of their pages.
-        root: the folder that `/proc` and `/dev/shm` are looked up in.
     """
     pids = [process.pid for process in tree]
     try:
-        device = (root / _FOLDER[1:]).stat().st_dev
+        device = Path(_FOLDER).stat().st_dev
     except OSError:
         return 0
-    files, elsewhere = _mapped(pids, root)
-    for status in (*_open_files(pids, root), *_named_files(pids, root)):
+    files, elsewhere = _mapped(pids)
+    for status in (*_open_files(pids), *_named_files(pids)):
         if status.st_dev == device:
             files[status.st_ino] = status.st_blocks * 512
     touched_bytes = sum(process.shared_bytes for process in tree) - sum(elsewhere.values())
     return max(0, sum(files.values()) - max(0, touched_bytes))
 
 
-def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = ROOT) -> int:
+def touched_bytes(status: os.stat_result, pids: Iterable[int]) -> int:
     """Return the bytes of a file that processes have mapped, each page counted once; O(mappings).
 
     Args:
         status: of the file.
         pids: the processes; pages that others map, too, count in part.
-        root: the folder that `/proc` is looked up in.
     """
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     wanted = [device, str(status.st_ino)]
     found_bytes = 0
     for pid in pids:
         with suppress(MachineError):
-            for mapping, own_bytes in _mapping_bytes(_folder(pid, root), "Pss:"):
+            for mapping, own_bytes in _mapping_bytes(_folder(pid), "Pss:"):
                 found_bytes += own_bytes if mapping[3:5] == wanted else 0
     return found_bytes
 
 
-def _open_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
+def _open_files(pids: Iterable[int]) -> Iterator[os.stat_result]:
     for pid in pids:
         with suppress(OSError):
-            for name in os.listdir(root / f"proc/{pid}/fd"):
+            for name in os.listdir(ROOT / f"proc/{pid}/fd"):
                 with suppress(OSError):
-                    yield os.stat(f"{root}/proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
+                    yield os.stat(f"/proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
 
 
-def _named_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
+def _named_files(pids: Iterable[int]) -> Iterator[os.stat_result]:
     prefixes = tuple(f"torch_{pid}_" for pid in pids)
-    for path in (root / _FOLDER[1:]).iterdir():
+    for path in Path(_FOLDER).iterdir():
         with suppress(OSError):
             if path.name.startswith(prefixes):
                 yield path.stat()
 
 
-def _mapped(pids: Iterable[int], root: Path) -> tuple[dict[int, int], dict[int, int]]:
+def _mapped(pids: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
     """Return the bytes of mapped files in `/dev/shm`, and of other shared memory, by their inodes.
 
     A line reads: addresses, rights, offset, device, inode, path.
@@ -362,7 +353,7 @@ def _mapped(pids: Iterable[int], root: Path) -> tuple[dict[int, int], dict[int, 
     elsewhere: dict[int, int] = {}
     for pid in pids:
         with suppress(MachineError):
-            for line in read_lines(root / f"proc/{pid}/maps"):
+            for line in read_lines(ROOT / f"proc/{pid}/maps"):
                 addresses, rights, *_, inode, path = (*line.split(maxsplit=5), "")[:6]
                 if rights[-1] != "s" or not path.startswith((_FOLDER, *_ELSEWHERE)):
                     continue
@@ -380,45 +371,35 @@ class HighWater:
 
     Args:
         read: the marks now; several where several are reset together.
-        reset: makes them start from what is used now; whether that was possible.
+        reset: makes them start from what is used now; returns false where that is not possible.
+
+    Attributes:
+        read: as given.
+        lock: held while marks are read or reset.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, ...]], reset: Callable[[], bool]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], tuple[int, ...]], reset: Callable[[], object]) -> None:
+        self.read = read
         self._reset = reset
         self._open: weakref.WeakSet[Mark] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def begin(self) -> Mark | None:
         """Return a mark that starts from the present use; `None` where the mark cannot be reset."""
-        with self._lock:
-            if not self._hand_over_and_reset():
+        with self.lock:
+            if self._open:
+                now = self.read()
+                for mark in self._open:
+                    mark.hand_over(now)
+            if self._reset() is False:
                 return None
             mark = Mark(self)
             self._open.add(mark)
             return mark
 
-    def reset(self) -> bool:
-        """Reset the mark itself; return whether that was possible."""
-        with self._lock:
-            return self._hand_over_and_reset()
-
     def renew_lock(self) -> None:
         """Make a lock that is free, in a process that was forked while a thread may have had it."""
-        self._lock = threading.Lock()
-
-    def most(self, mark: Mark) -> tuple[int, ...]:
-        """Return the highest values since the mark began."""
-        with self._lock:
-            mark.hand_over(self._read())
-            return mark.before
-
-    def _hand_over_and_reset(self) -> bool:
-        if self._open:
-            now = self._read()
-            for mark in self._open:
-                mark.hand_over(now)
-        return self._reset()
+        self.lock = threading.Lock()
 
 
 class Mark:
@@ -434,7 +415,9 @@ class Mark:
 
     def most(self) -> tuple[int, ...]:
         """Return the highest values since the mark began."""
-        return self._owner.most(self)
+        with self._owner.lock:
+            self.hand_over(self._owner.read())
+            return self.before
 
     def hand_over(self, now: tuple[int, ...]) -> None:
         """Take in the present values of the memory's marks."""

@@ -20,7 +20,7 @@ import torch
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, positive_number
 from torchbudget.cost.measured import MeasuredCost
-from torchbudget.distributed import AskedRanks
+from torchbudget.distributed import Ranks
 from torchbudget.errors import (
     MachineError,
     MemoryLimitWarning,
@@ -334,7 +334,7 @@ class MemoryMonitor:
             "format": FORMAT,
             "unix_s": time.time(),
             "pid": os.getpid() if self._pid is None else self._pid,
-            "rank": AskedRanks().now()[1],
+            "rank": Ranks().rank,
             "budget": self._budget,
             "on_cpu": self._reader.is_cpu,
         }

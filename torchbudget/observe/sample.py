@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -147,8 +147,8 @@ class MemoryReader:
 
     def events(self) -> dict[str, float]:
         """Events of the process's control groups since the reader was made, by name."""
-        before, now = asdict(self._events_before), asdict(self._groups.events())
-        return {k: value - (before[k] or 0) for k, value in now.items() if value is not None}
+        before = self._events_before
+        return {k: value - before.get(k, 0) for k, value in self._groups.events().items()}
 
     def device(self, *, prefers_current: bool = True) -> torch.device | str:
         """The device whose memory a batch takes: the CUDA device, or the CPU.

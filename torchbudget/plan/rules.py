@@ -19,7 +19,7 @@ from torchbudget.cost.measured import TimeOfWays, WaysCost
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, CostError, OptionError
-from torchbudget.units import MAX_BYTES, Amount, format_amount, parse_bytes
+from torchbudget.units import MAX_BYTES, Amount, format_bytes, parse_bytes
 
 NEED_STEPS: Final = (
     "alternatives need steps whose samples are given, as with samples_per_step, in plan_step and "
@@ -63,8 +63,9 @@ class Limit:
         return self.cost if self.most is None and isinstance(self.cost, AdditiveCost) else None
 
     def text(self, amount: int) -> str:
-        """An amount of the cost, for people."""
-        return format_amount(amount, getattr(self.cost, "unit", "bytes"))
+        """An amount of the cost, for people: bytes in binary units, anything else as its number."""
+        unit = getattr(self.cost, "unit", "bytes")
+        return format_bytes(amount) if unit == "bytes" else f"{amount:,} {unit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

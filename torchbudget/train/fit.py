@@ -22,7 +22,7 @@ from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.files import make_folder, write_whole
-from torchbudget.protocols import BatchMonitor, HasEpochs, IndexSource, ResumableSource, Stateful
+from torchbudget.protocols import BatchMonitor, IndexSource, ResumableSource, Stateful
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import num_samples
@@ -610,7 +610,7 @@ class _EpochLoader:
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self.loader
         for source in sources_of(loader).values():
-            if isinstance(source, HasEpochs):
+            if hasattr(source, "set_epoch"):
                 source.set_epoch(self.epoch)
         if not isinstance(loader, DataLoader):  # it has no workers, as far as is known
             return loop_over(loader)
