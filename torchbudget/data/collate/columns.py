@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -118,7 +117,6 @@ def find_path(name: Any, paths: Collection[FieldPath], option: str) -> FieldPath
     return path
 
 
-@functools.lru_cache(maxsize=1024)
 def _kind_of(cls: Any) -> str:
     if issubclass(cls, np.ma.MaskedArray):  # a tensor would lose its mask
         return "unknown"
@@ -171,11 +169,9 @@ def _walk(node: Field, rules: Mapping[FieldPath, Collection[str]], fields: list[
     if "listed" in rule:
         fields.append(node._replace(kind="listed"))
         return None
-    types: set[Any] = set(map(type, column))
-    kinds = set(map(_kind_of, types))
+    kinds = set(map(_kind_of, set(map(type, column))))
     if len(kinds) > 1:
-        column_types: list[Any] = list(map(type, column))
-        node.fail_at_odd_one([_KINDS[_kind_of(t)][1] for t in column_types])
+        node.fail_at_odd_one([_KINDS[_kind_of(type(value))][1] for value in column])
     (kind,) = kinds
     is_structure = kind in ("mapping", "tuple") or (kind == "list" and not _holds_numbers(first))
     if is_structure and OPTIONAL in rule:
@@ -332,16 +328,10 @@ def read_column(field: Field) -> Column:
 
 
 def _shapes(field: Field, values: Sequence[Any]) -> IntArray:
-    shapes = tuple([value.shape for value in values])
+    shapes = [value.shape for value in values]
     if len(set(map(len, shapes))) > 1:
         field.fail_at_odd_one([f"{len(shape)} axes" for shape in shapes])
-    return _shape_array(shapes)
-
-
-@functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
-def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     flat = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
-    flat.flags.writeable = False
     return flat.reshape(len(shapes), len(shapes[0]))
 
 
@@ -368,8 +358,7 @@ def _read_flat_lists(field: Field) -> Column | None:
 
     It takes a tenth of the time of `torch.tensor` for each list.
     """
-    types: set[Any] = {type(value[0]) for value in field.values if value}
-    kinds = set(map(_kind_of, types))
+    kinds = set(map(_kind_of, {type(value[0]) for value in field.values if value}))
     if kinds not in ({"int"}, {"float"}):
         return None
     code, dtype = ("q", torch.int64) if kinds == {"int"} else ("d", torch.get_default_dtype())
