@@ -43,8 +43,6 @@ _PART_AT_ONCE: Final = 32
 _FOR_A_THREAD: Final = (2, 64)
 _KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
 
-_NONE_DEALT: Final = np.empty(0, np.bool_)
-_NO_SIZES: Final = np.empty(0, np.int64)
 _NEVER: Final = np.iinfo(np.int64).max
 
 _OTHER: Final = (
@@ -102,14 +100,14 @@ class WaitingSamples:
     def __init__(self, cursor: StreamCursor) -> None:
         self.samples: list[Any] = []
         self.places: list[int] = []
-        self.sizes: npt.NDArray[Any] = _NO_SIZES
+        self.sizes: npt.NDArray[Any] = np.empty(0, np.int64)
         self.begin(cursor, cursor.source)
 
     @property
     def dealt(self) -> BoolArray:
         """Whether the first samples are to be dealt, if an earlier cut has dealt some of them."""
         part = self.cursor.part
-        return _NONE_DEALT if part is None or part.dealt is None else part.dealt
+        return np.empty(0, np.bool_) if part is None or part.dealt is None else part.dealt
 
     @property
     def enough(self) -> bool:
@@ -207,7 +205,8 @@ class StreamWindows:
         parts = self._parts(start, waiting)
         while True:
             try:
-                part = _next_of(parts)
+                with RandomState.take(devices=False):  # the process keeps its own random numbers
+                    part = next(parts, None)
             except StateMismatchError:
                 if not self._options.source.stop_seeking():
                     raise
@@ -578,12 +577,6 @@ def _check(cursor: StreamCursor, expected: int | None, found: int) -> None:
 def checksum_of(sizes: npt.NDArray[Any], before: int = 0) -> int:
     """A checksum of sizes (of their number if they are not taken), after that of those before."""
     return crc32(sizes.tobytes() or bytes(len(sizes)), before)
-
-
-def _next_of(parts: Iterator[DealtPart]) -> DealtPart | None:
-    """Return the next part; the process keeps its own random numbers while it is read."""
-    with RandomState.take(devices=False):
-        return next(parts, None)
 
 
 def _rest(begun: StreamCursor, batches: list[_MicroBatch]) -> Iterator[Found]:
