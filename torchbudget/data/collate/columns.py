@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
@@ -69,18 +69,18 @@ class Field(NamedTuple):
             f"sample {index} of the batch, {show(self.path)}: expected {expected}, got {came}"
         )
 
-    def fail_at_odd_one(
-        self, keys: Sequence[Any], describe: Callable[[Any], str] = str
-    ) -> NoReturn:
-        """Raise the error for the first value whose key differs from the first one's.
+    def fail_at_odd_one(self, named: Sequence[str]) -> NoReturn:
+        """Raise the error for the first value that differs from the first one.
 
-        All values are compared at once, by the set of their keys; only after a difference is the
-        value searched for.
+        All values are compared at once, as a set; only after a difference is the value searched
+        for.
+
+        Args:
+            named: what differs, of each value, in words.
         """
-        index = next(i for i, key in enumerate(keys) if key != keys[0])
+        index = next(i for i, name in enumerate(named) if name != named[0])
         first = 0 if self.present is None else int(self.present.argmax())
-        expected = f"{describe(keys[0])} as in sample {first}"
-        self.fail(index, expected, describe(keys[index]))
+        self.fail(index, f"{named[0]} as in sample {first}", named[index])
 
 
 def show(path: FieldPath) -> str:
@@ -338,14 +338,14 @@ def _shapes(field: Field, values: Sequence[Any]) -> IntArray:
 def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
     dtype = values[0].dtype
     if len({t.dtype for t in values}) > 1:
-        field.fail_at_odd_one([t.dtype for t in values], "dtype {}".format)
+        field.fail_at_odd_one([f"dtype {t.dtype}" for t in values])
     return Column(field, _shapes(field, values), dtype, values[0].device, values)
 
 
 def _read_arrays(field: Field) -> Column:
     arrays = [np.asarray(value) for value in field.values]
     if len({a.dtype for a in arrays}) > 1:
-        field.fail_at_odd_one([a.dtype for a in arrays], "dtype {}".format)
+        field.fail_at_odd_one([f"dtype {a.dtype}" for a in arrays])
     try:
         dtype = torch.from_numpy(np.empty(0, arrays[0].dtype.newbyteorder("="))).dtype
     except TypeError:
