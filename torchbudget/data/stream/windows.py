@@ -180,7 +180,6 @@ class StreamWindows:
         # Fewer items after a window belong to it. With `drop_last` one item is read ahead, to know
         # whether the window is the last one of the pass.
         self._fewest = self._ranks if self._ranks > 1 or options.drop_last else 0
-        self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._has_checked_cost = False
         self._empty_passes = 0  # that were read since samples were dealt
@@ -562,9 +561,8 @@ class StreamWindows:
             return samples
         if not self._options.skips_failed:
             raise samples
-        if not self._warned:
+        if not self._skipped[1]:
             _log.warning("%s; it is skipped, as later ones are without a warning", samples)
-            self._warned = True
         self._skipped += 0, 1
         return []
 
