@@ -33,9 +33,9 @@ class Sent:
     planned: Planned
     sizes: int | None
 
-    def pin_memory(self, device: Any = None) -> Sent:
+    def pin_memory(self) -> Sent:
         """Return it with its batch pinned."""
-        return replace(self, batch=pin_memory(self.batch, device))
+        return replace(self, batch=pin_memory(self.batch))
 
 
 class Sending:
