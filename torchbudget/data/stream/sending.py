@@ -64,11 +64,6 @@ class Sending:
         self.after: tuple[int, StreamCursor, Planned, int | None] | None = None
         self.ended: StreamState | None = None
 
-    def is_tracked(self, run: int) -> bool:
-        """True in the loop that has started this process, and later while the run is open."""
-        first, self.has_begun = not self.has_begun, True
-        return first or run == self.number
-
     def __call__(self, batch: Any) -> Any:
         """Collate it."""
         made = collated(self._collate_fn, batch)
