@@ -313,8 +313,6 @@ class StreamWindows:
             UnevenRanksError: they cannot be split evenly.
         """
         options, cursor, places = self._options, waiting.cursor, np.flatnonzero(stays)
-        if not len(places):
-            return b"", []
         samples = [waiting.samples[place] for place in places.tolist()]
         sizes = waiting.sizes[places]
         key = WindowKey(
@@ -415,8 +413,7 @@ class StreamWindows:
             stop = min(cursor.start, (cursor.checked // length + 1) * length)
             runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
             for samples in map(self._accepted, pipeline(self._items(reader, cursor, runs))):
-                if samples:
-                    checksum = checksum_of(self._sizes(samples, cursor.checked), checksum)
+                checksum = checksum_of(self._sizes(samples, cursor.checked), checksum)
             if checksum != cursor.checksum:
                 window = f"the window from item {cursor.checked} to {stop} has"
                 raise StateMismatchError(_OTHER.format(window))
