@@ -39,7 +39,6 @@ _NO_ROOM: Final = -1
 _HEAD: Final = np.dtype([("used", "q"), ("hits", "q"), ("misses", "q")])
 
 
-_NAME: Final = "torchbudget"
 Read = Callable[[Any], Any]
 
 
@@ -58,7 +57,7 @@ class SharedFile:
 
     def __init__(self, nbytes: int) -> None:
         if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create(_NAME)
+            descriptor = os.memfd_create("torchbudget")
         else:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
@@ -68,6 +67,7 @@ class SharedFile:
         _MADE.add(self)
 
     def _open(self, descriptor: int, nbytes: int) -> None:
+        weakref.finalize(self, os.close, descriptor)
         self.nbytes = nbytes
         self._descriptor = descriptor
         self.memory = mmap.mmap(descriptor, nbytes)
@@ -97,11 +97,6 @@ class SharedFile:
             SharedFile.__init__(self, state["nbytes"])
         else:
             self._open(state["file"].detach(), state["nbytes"])
-
-    def __del__(self) -> None:
-        descriptor = getattr(self, "_descriptor", None)
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 _MADE: Final[weakref.WeakSet[SharedFile]] = weakref.WeakSet()

@@ -20,14 +20,13 @@ _LIGHTNING: Final = "torchbudget.integrations.lightning.BudgetDataMixin"
 _TRANSFORMERS: Final = "torchbudget.integrations.transformers.BudgetTrainerMixin"
 _ADAPTERS: Final = frozenset(name.rpartition(".")[0] for name in (_LIGHTNING, _TRANSFORMERS))
 
-# Classes that deal batches to processes, by module, and the setting that chooses each.
+# The module whose classes deal batches to processes, and the setting that chooses each class.
+# transformers' Trainer prepares its loaders by Accelerate, too.
+_ACCELERATE: Final = "accelerate.data_loader"
 _SHARDING: Final = {
-    "accelerate.data_loader": {
-        "BatchSamplerShard": "prepare()",
-        "DataLoaderDispatcher": "prepare() with dispatch_batches=True",
-        "IterableDatasetShard": "prepare() with dispatch_batches=False",
-    },
-    "transformers.trainer_pt_utils": {"IterableDatasetShard": "Trainer"},
+    "BatchSamplerShard": "prepare()",
+    "DataLoaderDispatcher": "prepare() with dispatch_batches=True",
+    "IterableDatasetShard": "prepare() with dispatch_batches=False",
 }
 
 
@@ -58,7 +57,7 @@ class Caller(NamedTuple):
         loader: the `DataLoader` that begins an iteration; `None`: it is another caller.
         reads_ahead: a plain `DataLoader` with workers, which draws batches before its loop takes
             them.
-        wrappers: loaders of frameworks around it, with their modules.
+        wrappers: loaders of Accelerate around it.
         reader: the framework that asks for the length without an adapter between; the adapter or
             option that needs no length; and the argument by which the framework was given a
             checkpoint, or `None`. `None`: another caller.
@@ -67,7 +66,7 @@ class Caller(NamedTuple):
     batches_again: bool
     loader: Any
     reads_ahead: bool
-    wrappers: tuple[tuple[str, Any], ...]
+    wrappers: tuple[Any, ...]
     reader: tuple[str, str, str | None] | None
 
     @classmethod
@@ -84,15 +83,15 @@ class Caller(NamedTuple):
         )
         loader = frame.f_locals.get("loader") if name == DataLoader.__module__ else None
         batches_again = name == BatchSampler.__module__ or fetches
-        wrappers: list[tuple[str, Any]] = []
+        wrappers: list[Any] = []
         reader: tuple[str, str, str | None] | None = None
-        wrap = [name for name in _SHARDING if name in sys.modules]
+        may_wrap = _ACCELERATE in sys.modules
         loops = [name for name in _LOOPS if name in sys.modules]
         by_adapter = False
-        while frame is not None and (wrap or loops):
+        while frame is not None and (may_wrap or loops):
             module = frame.f_globals.get("__name__", "")
-            if module in wrap:
-                wrappers.append((module, frame.f_locals.get("self")))
+            if module == _ACCELERATE:
+                wrappers.append(frame.f_locals.get("self"))
             by_adapter = by_adapter or module in _ADAPTERS
             if module in loops and frame.f_code.co_name == _LOOPS[module][0] and not by_adapter:
                 reader, loops = _reader_in(frame, module), []
@@ -113,9 +112,9 @@ class Caller(NamedTuple):
                 "again: pass a sampler as batch_sampler=, not as sampler=, and batch_size=None "
                 "with a stream"
             )
-        for module, wrapper in self.wrappers:
+        for wrapper in self.wrappers:
             if num_replicas > 1:
-                _check_sharding(module, wrapper, num_replicas)
+                _check_sharding(wrapper, num_replicas)
             # It begins to read before it chooses the epoch, and counts epochs from 0 again when it
             # goes on: the epoch after the loaded one would be that one once more.
             if getattr(wrapper, "__dict__", {}).get("use_stateful_dataloader"):
@@ -161,17 +160,16 @@ class Caller(NamedTuple):
             )
 
 
-def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
-    for name, setting in _SHARDING[module].items():
-        if not isinstance(wrapper, getattr(sys.modules[module], name, ())):
+def _check_sharding(wrapper: Any, num_replicas: int) -> None:
+    for name, setting in _SHARDING.items():
+        if not isinstance(wrapper, getattr(sys.modules[_ACCELERATE], name, ())):
             continue
         processes = vars(wrapper).get("num_processes")
         if processes is None:  # a dispatcher, which may be half made: it asks for a state first
-            processes = sys.modules[module].PartialState().num_processes
+            processes = sys.modules[_ACCELERATE].PartialState().num_processes
         if processes > 1:
-            package = module.partition(".")[0]
             raise ShardedTwiceError(
-                f"batches are split over {num_replicas} ranks already, and {package}'s {name}, by "
+                f"batches are split over {num_replicas} ranks already, and accelerate's {name}, by "
                 f"{setting}, splits them over {processes} processes again: samples would be lost. "
                 "With Accelerate, use torchbudget.integrations.accelerate.prepare(accelerator, "
                 f"loader); with transformers' Trainer, {_TRANSFORMERS}"

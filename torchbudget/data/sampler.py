@@ -332,10 +332,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
             self._place = self._place.after
         return self._place
 
-    def _stands_at(self, run: SamplerRun, place: Cursor | MicroBatch) -> None:
-        """A batch of a run came, after which the epoch stands there."""
-        self._place, self._present, self._loaded = place, run.iteration, None
-
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -395,7 +391,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
                 "of a wrapper, such as Fabric's, pass the DataLoader that it was made of; a "
                 "StatefulDataLoader saves its position itself"
             )
-        if loader.num_workers and not getattr(loader, "in_order", True):
+        if loader.num_workers and not loader.in_order:
             raise OptionError(
                 "with in_order=False the loop's position is unknown: pass in_order=True"
             )
@@ -762,11 +758,12 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _state(self, place: Cursor | MicroBatch) -> dict[str, Any]:
         cursor = place.after if isinstance(place, MicroBatch) else place
-        return dict(self._sampler._state_of(cursor))
+        return self._sampler._state_of(cursor)
 
     def _move_to(self, place: Cursor | MicroBatch) -> None:
-        if self._sampler._runs is self._runs:
-            self._sampler._stands_at(self, place)
+        sampler = self._sampler
+        if sampler._runs is self._runs:
+            sampler._place, sampler._present, sampler._loaded = place, self.iteration, None
 
 
 def _with_margin_of(plan: Plan, state: Any, max_shapes: Any) -> Plan:

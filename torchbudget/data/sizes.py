@@ -355,7 +355,11 @@ def kept_in(cache: Any, fingerprint: Callable[[], Any], measure: Callable[[], Si
     sizes = _load_sizes(path, found)
     if sizes is None:
         sizes = measure()
-        _save_sizes(path, found, sizes)
+        write = partial(np.savez, sizes=sizes, fingerprint=np.array(json.dumps(found)))
+        try:
+            write_whole(path, write, by_several=True)  # other processes never see half of it
+        except OSError as error:  # a full disk must not cost hours of measuring
+            logger.warning("the sizes are not cached: %s cannot be written: %s", path, error)
     return sizes
 
 
@@ -405,14 +409,6 @@ def _load_sizes(path: Path, fingerprint: dict[str, Any]) -> Sizes | None:
         )
         return None
     return sizes
-
-
-def _save_sizes(path: Path, fingerprint: dict[str, Any], sizes: Sizes) -> None:
-    write = partial(np.savez, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
-    try:
-        write_whole(path, write, by_several=True)  # other processes never see half of it
-    except OSError as error:  # a full disk must not cost hours of measuring
-        logger.warning("the sizes are not cached: %s cannot be written: %s", path, error)
 
 
 # ------------------------------------------------------------------------------ keys of sizes

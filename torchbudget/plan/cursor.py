@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.plan.fingerprint import MEANING, Plain, fingerprint
+from torchbudget.plan.fingerprint import Plain, differences, fingerprint
 from torchbudget.plan.mixture import Turns
 
 if TYPE_CHECKING:
@@ -173,12 +173,7 @@ def _check(state: object, order: Plain) -> None:
     if not isinstance(state, Mapping) or state.get("digest") != _digest(state):
         got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise StateError(f"expected the unchanged result of state_dict(), got {got}")
-    differing = "; ".join(
-        f"{MEANING.get(name, name)}: saved {state['order'][name]!r}, now {order[name]!r}"
-        for name in order
-        if state["order"][name] != order[name]
-    )
-    if differing:
+    if differing := differences(state["order"], order, order):
         raise StateMismatchError(
             "the state belongs to another data set or order, so its position means other samples: "
             + differing

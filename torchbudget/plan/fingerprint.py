@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -44,6 +45,15 @@ def fingerprint(*parts: str | npt.NDArray[Any]) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
+
+
+def differences(saved: Mapping[str, Any], now: Plain, names: Iterable[str]) -> str:
+    """Name the facts that differ between a state and now, with both values."""
+    return "; ".join(
+        f"{MEANING.get(name, name)}: saved {saved.get(name)!r}, now {now[name]!r}"
+        for name in names
+        if saved.get(name) != now[name]
+    )
 
 
 def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
@@ -70,18 +69,18 @@ class Field(NamedTuple):
             f"sample {index} of the batch, {show(self.path)}: expected {expected}, got {came}"
         )
 
-    def fail_at_odd_one(
-        self, keys: Sequence[Any], describe: Callable[[Any], str] = str
-    ) -> NoReturn:
-        """Raise the error for the first value whose key differs from the first one's.
+    def fail_at_odd_one(self, named: Sequence[str]) -> NoReturn:
+        """Raise the error for the first value that differs from the first one.
 
-        All values are compared at once, by the set of their keys; only after a difference is the
-        value searched for.
+        All values are compared at once, as a set; only after a difference is the value searched
+        for.
+
+        Args:
+            named: what differs, of each value, in words.
         """
-        index = next(i for i, key in enumerate(keys) if key != keys[0])
+        index = next(i for i, name in enumerate(named) if name != named[0])
         first = 0 if self.present is None else int(self.present.argmax())
-        expected = f"{describe(keys[0])} as in sample {first}"
-        self.fail(index, expected, describe(keys[index]))
+        self.fail(index, f"{named[0]} as in sample {first}", named[index])
 
 
 def show(path: FieldPath) -> str:
@@ -118,7 +117,6 @@ def find_path(name: Any, paths: Collection[FieldPath], option: str) -> FieldPath
     return path
 
 
-@functools.lru_cache(maxsize=1024)
 def _kind_of(cls: Any) -> str:
     if issubclass(cls, np.ma.MaskedArray):  # a tensor would lose its mask
         return "unknown"
@@ -171,11 +169,9 @@ def _walk(node: Field, rules: Mapping[FieldPath, Collection[str]], fields: list[
     if "listed" in rule:
         fields.append(node._replace(kind="listed"))
         return None
-    types: set[Any] = set(map(type, column))
-    kinds = set(map(_kind_of, types))
+    kinds = set(map(_kind_of, set(map(type, column))))
     if len(kinds) > 1:
-        column_types: list[Any] = list(map(type, column))
-        node.fail_at_odd_one([_KINDS[_kind_of(t)][1] for t in column_types])
+        node.fail_at_odd_one([_KINDS[_kind_of(type(value))][1] for value in column])
     (kind,) = kinds
     is_structure = kind in ("mapping", "tuple") or (kind == "list" and not _holds_numbers(first))
     if is_structure and OPTIONAL in rule:
@@ -332,30 +328,24 @@ def read_column(field: Field) -> Column:
 
 
 def _shapes(field: Field, values: Sequence[Any]) -> IntArray:
-    shapes = tuple([value.shape for value in values])
+    shapes = [value.shape for value in values]
     if len(set(map(len, shapes))) > 1:
         field.fail_at_odd_one([f"{len(shape)} axes" for shape in shapes])
-    return _shape_array(shapes)
-
-
-@functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
-def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     flat = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
-    flat.flags.writeable = False
     return flat.reshape(len(shapes), len(shapes[0]))
 
 
 def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
     dtype = values[0].dtype
     if len({t.dtype for t in values}) > 1:
-        field.fail_at_odd_one([t.dtype for t in values], "dtype {}".format)
+        field.fail_at_odd_one([f"dtype {t.dtype}" for t in values])
     return Column(field, _shapes(field, values), dtype, values[0].device, values)
 
 
 def _read_arrays(field: Field) -> Column:
     arrays = [np.asarray(value) for value in field.values]
     if len({a.dtype for a in arrays}) > 1:
-        field.fail_at_odd_one([a.dtype for a in arrays], "dtype {}".format)
+        field.fail_at_odd_one([f"dtype {a.dtype}" for a in arrays])
     try:
         dtype = torch.from_numpy(np.empty(0, arrays[0].dtype.newbyteorder("="))).dtype
     except TypeError:
@@ -368,8 +358,7 @@ def _read_flat_lists(field: Field) -> Column | None:
 
     It takes a tenth of the time of `torch.tensor` for each list.
     """
-    types: set[Any] = {type(value[0]) for value in field.values if value}
-    kinds = set(map(_kind_of, types))
+    kinds = set(map(_kind_of, {type(value[0]) for value in field.values if value}))
     if kinds not in ({"int"}, {"float"}):
         return None
     code, dtype = ("q", torch.int64) if kinds == {"int"} else ("d", torch.get_default_dtype())

@@ -129,7 +129,7 @@ def stack(column: Column) -> tuple[Tensor, Layout]:
     shapes, present = column.shapes, column.field.present
     if (shapes != shapes[0]).any():
         column.field.fail_at_odd_one(
-            list(map(tuple, shapes.tolist())), "the fixed shape {} of a stacked field".format
+            [f"the fixed shape {(*shape,)} of a stacked field" for shape in shapes.tolist()]
         )
     out = new_tensor((len(shapes), *shapes[0].tolist()), column.dtype, column.device)
     if out.numel():
@@ -266,8 +266,7 @@ def join(
     shapes = column.shapes
     if shapes.shape[1] > 1 and (shapes[:, 1:] != shapes[0, 1:]).any():
         column.field.fail_at_odd_one(
-            [tuple(shape[1:]) for shape in shapes.tolist()],
-            "equal axes {} after the joined first one".format,
+            [f"equal axes {(*axes,)} after the joined first one" for _, *axes in shapes.tolist()]
         )
     lengths = shapes[:, :1]
     key = (lengths.tobytes(), rule)

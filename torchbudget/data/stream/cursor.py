@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from torchbudget.checks import is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.cursor import BoolArray, as_mask, as_text
-from torchbudget.plan.fingerprint import Plain
+from torchbudget.plan.fingerprint import Plain, differences
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
 
@@ -249,7 +249,7 @@ class StreamState:
 
     def check_order(self, dealing: Plain) -> None:
         """Raise a `StateMismatchError` if positions mean other samples than with these options."""
-        if differs := _differences(self.dealing, dealing, _ORDER):
+        if differs := differences(self.dealing, dealing, _ORDER):
             raise StateMismatchError(
                 "the state belongs to another source or order, so its position means other "
                 f"samples: {differs}; use the source and order of the state"
@@ -273,8 +273,8 @@ class StreamState:
             part += ["rank", "ranks"]
         # A part whose samples the state does not list can only be cut by the same rules.
         same = _READING if cursor.part else dealing if cursor.rounds else ()
-        inside = _differences(saved, dealing, same)
-        differs = inside or _differences(saved, dealing, part)
+        inside = differences(saved, dealing, same)
+        differs = inside or differences(saved, dealing, part)
         if differs and not self.is_beginning:
             raise StateMismatchError(
                 f"worker {slot.worker} of {slot.workers} cannot continue from a state of worker "
@@ -282,19 +282,10 @@ class StreamState:
                 "other ranks or workers can continue only at the end of a window, and "
                 f"from the same part of the source, which needs num_workers={workers}: {differs}"
             )
-        if cursor.rounds and cursor.part and _differences(saved, dealing, dealing):
+        if cursor.rounds and cursor.part and differences(saved, dealing, dealing):
             left = cursor.part.done_after > cursor.rounds
             cursor = cursor.dealt_anew(cursor.part.checksum, left)
         if cursor.to_come is None or workers == slot.workers:
             return cursor
         to_come = sum(each.to_come or 0 for each in self.cursors)
         return cursor._replace(to_come=share_of(to_come, slot.worker, slot.workers))
-
-
-def _differences(saved: Plain, now: Plain, names: Iterable[str]) -> str:
-    """Name the options that differ, with both values."""
-    return "; ".join(
-        f"{name}: saved {saved.get(name)!r}, now {now[name]!r}"
-        for name in names
-        if saved.get(name) != now[name]
-    )

@@ -32,7 +32,7 @@ from torchbudget.data.stream.position import StreamPosition
 from torchbudget.data.stream.sending import Sending, Sent, raising
 from torchbudget.data.stream.source import source_of
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.distributed import AskedRanks, gathered, is_distributed
+from torchbudget.distributed import AskedRanks, Ranks
 from torchbudget.errors import BudgetError, OptionError, StateError
 from torchbudget.plan.fingerprint import Plain, rules_identity
 from torchbudget.plan.oversize import Oversize, check_oversize
@@ -581,10 +581,9 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
         loader: the loader of this rank, or a tracked loop over it.
         group: process group. Default: all, if `torch.distributed` is initialized.
     """
-    batches = iter(loader)
+    batches, ranks = iter(loader), Ranks(group)
     while True:
         given = [*islice(batches, 1)]
-        have = gathered(bool(given), group) if is_distributed() else [bool(given)]
-        if not all(have):
+        if any(ranks.sum_on_host([not given])):
             return
         yield given.pop()  # nothing keeps it here while the next one is made

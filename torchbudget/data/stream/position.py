@@ -294,10 +294,11 @@ class StreamPosition:
         self._notice()
         progress, info, sending = self.progress, get_worker_info(), self.sending
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        is_first = sending is not None and not sending.has_begun
-        is_tracked = sending is not None and sending.is_tracked(progress.run)
+        is_first = is_tracked = False
         if sending is not None:
-            sending.after = None
+            is_first = not sending.has_begun  # the loop that has started this process
+            is_tracked = is_first or progress.run == sending.number
+            sending.has_begun, sending.after = True, None
         if progress.run and not is_tracked:
             return self.loop_at(None, self.options.slot(number, workers))
         if progress.loaded and self.start is None and not is_first:

@@ -33,9 +33,9 @@ class Sent:
     planned: Planned
     sizes: int | None
 
-    def pin_memory(self, device: Any = None) -> Sent:
+    def pin_memory(self) -> Sent:
         """Return it with its batch pinned."""
-        return replace(self, batch=pin_memory(self.batch, device))
+        return replace(self, batch=pin_memory(self.batch))
 
 
 class Sending:
@@ -63,11 +63,6 @@ class Sending:
         self.number, self.first, self.has_begun = number, first, False
         self.after: tuple[int, StreamCursor, Planned, int | None] | None = None
         self.ended: StreamState | None = None
-
-    def is_tracked(self, run: int) -> bool:
-        """True in the loop that has started this process, and later while the run is open."""
-        first, self.has_begun = not self.has_begun, True
-        return first or run == self.number
 
     def __call__(self, batch: Any) -> Any:
         """Collate it."""

@@ -43,8 +43,6 @@ _PART_AT_ONCE: Final = 32
 _FOR_A_THREAD: Final = (2, 64)
 _KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
 
-_NONE_DEALT: Final = np.empty(0, np.bool_)
-_NO_SIZES: Final = np.empty(0, np.int64)
 _NEVER: Final = np.iinfo(np.int64).max
 
 _OTHER: Final = (
@@ -102,14 +100,14 @@ class WaitingSamples:
     def __init__(self, cursor: StreamCursor) -> None:
         self.samples: list[Any] = []
         self.places: list[int] = []
-        self.sizes: npt.NDArray[Any] = _NO_SIZES
+        self.sizes: npt.NDArray[Any] = np.empty(0, np.int64)
         self.begin(cursor, cursor.source)
 
     @property
     def dealt(self) -> BoolArray:
         """Whether the first samples are to be dealt, if an earlier cut has dealt some of them."""
         part = self.cursor.part
-        return _NONE_DEALT if part is None or part.dealt is None else part.dealt
+        return np.empty(0, np.bool_) if part is None or part.dealt is None else part.dealt
 
     @property
     def enough(self) -> bool:
@@ -182,7 +180,6 @@ class StreamWindows:
         # Fewer items after a window belong to it. With `drop_last` one item is read ahead, to know
         # whether the window is the last one of the pass.
         self._fewest = self._ranks if self._ranks > 1 or options.drop_last else 0
-        self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._has_checked_cost = False
         self._empty_passes = 0  # that were read since samples were dealt
@@ -207,7 +204,8 @@ class StreamWindows:
         parts = self._parts(start, waiting)
         while True:
             try:
-                part = _next_of(parts)
+                with RandomState.take(devices=False):  # the process keeps its own random numbers
+                    part = next(parts, None)
             except StateMismatchError:
                 if not self._options.source.stop_seeking():
                     raise
@@ -315,8 +313,6 @@ class StreamWindows:
             UnevenRanksError: they cannot be split evenly.
         """
         options, cursor, places = self._options, waiting.cursor, np.flatnonzero(stays)
-        if not len(places):
-            return b"", []
         samples = [waiting.samples[place] for place in places.tolist()]
         sizes = waiting.sizes[places]
         key = WindowKey(
@@ -417,8 +413,7 @@ class StreamWindows:
             stop = min(cursor.start, (cursor.checked // length + 1) * length)
             runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
             for samples in map(self._accepted, pipeline(self._items(reader, cursor, runs))):
-                if samples:
-                    checksum = checksum_of(self._sizes(samples, cursor.checked), checksum)
+                checksum = checksum_of(self._sizes(samples, cursor.checked), checksum)
             if checksum != cursor.checksum:
                 window = f"the window from item {cursor.checked} to {stop} has"
                 raise StateMismatchError(_OTHER.format(window))
@@ -563,9 +558,8 @@ class StreamWindows:
             return samples
         if not self._options.skips_failed:
             raise samples
-        if not self._warned:
+        if not self._skipped[1]:
             _log.warning("%s; it is skipped, as later ones are without a warning", samples)
-            self._warned = True
         self._skipped += 0, 1
         return []
 
@@ -578,12 +572,6 @@ def _check(cursor: StreamCursor, expected: int | None, found: int) -> None:
 def checksum_of(sizes: npt.NDArray[Any], before: int = 0) -> int:
     """A checksum of sizes (of their number if they are not taken), after that of those before."""
     return crc32(sizes.tobytes() or bytes(len(sizes)), before)
-
-
-def _next_of(parts: Iterator[DealtPart]) -> DealtPart | None:
-    """Return the next part; the process keeps its own random numbers while it is read."""
-    with RandomState.take(devices=False):
-        return next(parts, None)
 
 
 def _rest(begun: StreamCursor, batches: list[_MicroBatch]) -> Iterator[Found]:
