@@ -199,15 +199,14 @@ class Trace:
 
     def piece(self, shapes: npt.ArrayLike) -> Piece:
         """Keep the running sums that are the peak at one of many shapes, `(S, 1 + d)`."""
-        each = np.eye(len(self.sizes))[self.events] * self.signs[:, None]
-        counts = each.cumsum(axis=0)[self.signs > 0]
+        counts = _living_kinds(self, self.events, len(self.sizes))[self.signs > 0]
         expressions = Expressions.of(self.base.nodes)
         sums = _peaks(expressions, self.sizes, counts, shapes)
         return replace(self.base, nodes=tuple(expressions.nodes), sums=tuple(sorted(sums)))
 
 
 def _peaks(
-    expressions: Expressions, sizes: Sequence[int], counts: npt.NDArray[Any], shapes: npt.ArrayLike
+    expressions: Expressions, sizes: Sequence[int], counts: IntArray, shapes: npt.ArrayLike
 ) -> set[int]:
     """The running sums that are the peak at one of many shapes, `(S, 1 + d)`.
 
@@ -221,7 +220,7 @@ def _peaks(
     count = 1 + values.shape[1] * len(counts) // _MOST_CELLS
     parts = np.array_split(values, count, axis=1)
     tops = np.unique([top for part in parts for top in (counts @ part).argmax(axis=0).tolist()])
-    return {expressions.total(sizes, counts[top].astype(int).tolist()) for top in tops}
+    return {expressions.total(sizes, counts[top].tolist()) for top in tops}
 
 
 def joined(one: Trace, other: Trace) -> Trace:
@@ -434,7 +433,13 @@ class _Turns:
 
 
 def _living_kinds(trace: Trace, kind: IntArray, number: int) -> IntArray:
-    """How many storages of each kind live after each event: shape `(events, kinds)`."""
+    """How many storages of each kind live after each event: shape `(events, kinds)`.
+
+    Args:
+        trace: of the events.
+        kind: of the storage that each event allocates; shape `(events,)`.
+        number: of kinds.
+    """
     each = np.eye(number, dtype=np.int64)
     living: IntArray = (each[kind[trace.made]] * trace.signs[:, None]).cumsum(axis=0)
     return living
