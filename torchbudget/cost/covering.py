@@ -356,10 +356,10 @@ class Covering:
         shape = self.subject.domain.occurring(shape)
         if shape not in self._concrete:
             self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
-            peak = int(self._concrete[shape].peaks([shape])[0])
+            peak = self._concrete[shape].peak(shape)
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
-        return int(self._concrete[shape].peaks([shape])[0])
+        return self._concrete[shape].peak(shape)
 
     def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
         """Whether all shapes have a piece; of a few of many samples, that of one more will do."""

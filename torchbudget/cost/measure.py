@@ -253,7 +253,7 @@ def why_not(
             largest = (1, *some[-1].size)
             subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
             for shape, before in (((one.n, *one.size), one.peak_bytes) for one in some):
-                now = int(tracer.concrete(shape).peaks([shape])[0])
+                now = tracer.concrete(shape).peak(shape)
                 if now != before:
                     return f"a trace of {shape} has {now:,} bytes, and had {before:,}"
         else:

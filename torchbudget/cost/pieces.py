@@ -173,15 +173,14 @@ class Trace:
         sizes = np.array(self.base.expressions.evaluate(shapes, self.sizes), np.int64)
         return np.cumsum(sizes[self.events] * self.signs[:, None], axis=0)
 
-    def peaks(self, shapes: npt.ArrayLike) -> IntArray:
-        """The larger peak of both steps at each shape, `(S, 1 + d)`: shape `(S,)`."""
-        peaks: IntArray = self.living(shapes).max(axis=0)
-        return peaks
+    def peak(self, shape: Sequence[int]) -> int:
+        """The larger peak of both steps at a shape."""
+        return int(self.living([shape]).max())
 
     def weight(self, shape: Sequence[int]) -> tuple[int, int]:
         """The larger peak of both steps at a shape, and the bytes of all allocations."""
         sizes = np.array(self.base.expressions.evaluate([shape], self.sizes), np.int64)
-        return int(self.peaks([shape])[0]), int(sizes[self.events[self.signs > 0]].sum())
+        return self.peak(shape), int(sizes[self.events[self.signs > 0]].sum())
 
     @property
     def equalities(self) -> dict[Any, tuple[int, int, int]]:
@@ -483,11 +482,6 @@ class Grid:
     raised: float = 0.0
     jumps: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def floor(self) -> float:
-        """The least bytes of any shape."""
-        return min(min(column) for column in self.values if column)
-
     def weighted(self, byte: float, above: float, knee: int) -> Grid:
         """The grid of `byte·bytes + above·(bytes above a knee)`."""
         values = tuple(
@@ -560,4 +554,5 @@ class Grid:
         k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
         low, high = np.array(value)[[k, k + 1]]
         found = low + (high - low) * (at - n[k]) / (n[k + 1] - n[k])
-        return np.asarray(np.maximum(found, self.floor))
+        floor = min(min(values) for values in self.values if values)
+        return np.asarray(np.maximum(found, floor))

@@ -336,7 +336,7 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     trace = tracer.concrete((1, 1))
     if trace.assumed and tracer.take_larger_values((1, 1)):
         trace = tracer.concrete((1, 1))
-    return int(trace.peaks([(1, 1)])[0])
+    return trace.peak((1, 1))
 
 
 def _is_wrapper(kind: type) -> bool:
