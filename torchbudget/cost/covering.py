@@ -140,10 +140,10 @@ class Covering:
         two = self._at((2, *smallest))
         if any(trace.assumed for trace in self._concrete.values()):
             largest = self.subject.domain.occurring((1, *self.subject.domain.between(1.0)))
-            if self.tracer.take_larger_values(largest):
-                self._concrete.clear()
-                self.probes.clear()
-                two = self._at((2, *smallest))
+            self.tracer.with_larger_values(largest)
+            self._concrete.clear()
+            self.probes.clear()
+            two = self._at((2, *smallest))
         if self.room < math.inf:
             fitting = int(self.room) // max(two - self._at((1, *smallest)), 1)
             self.most_n = min(max(fitting, _COMPARED_SAMPLES), _MOST_COMPARED_SAMPLES)

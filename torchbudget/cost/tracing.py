@@ -200,24 +200,21 @@ class Tracer:
                 break
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def take_larger_values(self, shape: Shape) -> bool:
-        """Take tensors to have the values with which the step takes more, where it branches.
+    def with_larger_values(self, shape: Shape) -> Trace:
+        """Trace with the values of tensors with which the step takes more, where it branches.
 
         As of `if torch.rand(()) < 0.9: x = layer(x)`, and of a warning if a loss is not finite.
-
-        Args:
-            shape: of a batch, at which traces are compared.
-
-        Returns:
-            Whether they are other values than before.
+        Later traces have these values, too.
         """
-        weight = self.concrete(shape).weight(shape)
-        self.values = _OTHER_VALUES
-        with suppress(CostError):
-            if self.concrete(shape).weight(shape) > weight:
-                return True
-        self.values = _VALUES
-        return False
+        trace = self.concrete(shape)
+        if trace.assumed:
+            self.values = _OTHER_VALUES
+            with suppress(CostError):
+                other = self.concrete(shape)
+                if other.weight(shape) > trace.weight(shape):
+                    return other
+            self.values = _VALUES
+        return trace
 
     def _two_steps(
         self, batch_of: Callable[[_Counter], Any], counter: _Counter, draws: int
@@ -333,10 +330,7 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     444
     """
     tracer = Tracer(step, lambda _: batch, TrainingState(step))
-    trace = tracer.concrete((1, 1))
-    if trace.assumed and tracer.take_larger_values((1, 1)):
-        trace = tracer.concrete((1, 1))
-    return trace.peak((1, 1))
+    return tracer.with_larger_values((1, 1)).peak((1, 1))
 
 
 def _is_wrapper(kind: type) -> bool:
