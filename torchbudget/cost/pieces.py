@@ -235,9 +235,8 @@ def joined(one: Trace, other: Trace) -> Trace:
     if not np.array_equal(one.signs, other.signs):
         raise UntraceableError("the traces have other storages")
     pairs = [*zip(one.events.tolist(), other.events.tolist(), strict=True)]
-    kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
-    sizes = tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in kinds)
-    events = np.array([kinds[pair] for pair in pairs])
+    sizes = tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in dict.fromkeys(pairs))
+    [events] = _numbered(pairs)
     return replace(one, base=turns.base(), sizes=sizes, events=events)
 
 
