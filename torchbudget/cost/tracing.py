@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchbudget.cost.agree import bucket_bytes, reducing
+from torchbudget.cost.agree import reducing
 from torchbudget.cost.as_on_cuda import (
     CUDA_BLOCK_BYTES,
     TEMPORARIES,
@@ -188,8 +188,7 @@ class Tracer:
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
         traces: list[Trace] = []
         for integer in range(1, 1 + _MOST_TRACES):
-            until = begun + most_seconds
-            counter = _Counter(self, env, integer, until)
+            counter = _Counter(self, env, integer, until=begun + most_seconds)
             draws = (integer - 1) * (1 + math.prod(shape) % _MOST_DRAWS)
             starts = self._two_steps(batch_of, counter, draws)
             traces.append(counter.trace(symbols, shape, starts))
@@ -445,11 +444,12 @@ class _Counter(TorchDispatchMode):
         """Keep a module from summing gradients and buffers over ranks, as inside `no_sync`.
 
         Returns:
-            A fake of its buckets.
+            A fake of its buckets: a second copy of the gradients, for as long as the module lives.
         """
         module.require_backward_grad_sync = module.require_forward_param_sync = False
+        size = sum(p.nbytes for p in module.module.parameters() if p.requires_grad)
         with self.fakes:
-            buckets = torch.empty(bucket_bytes(module), dtype=torch.uint8, device=module.device)
+            buckets = torch.empty(size, dtype=torch.uint8, device=module.device)
         self.count(buckets)
         return buckets
 
