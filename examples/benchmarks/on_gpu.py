@@ -134,7 +134,7 @@ def compared(name: str, made: Training, wanted: int) -> Iterator[dict[str, Any]]
         return made.make_batch(shape[0], shape[1:] if several else shape[1])
 
     def traced(shape: tuple[int, ...]) -> int:
-        return int(tracer.concrete(shape).peaks([shape])[0])
+        return tracer.concrete(shape).peak(shape)
 
     tracer = Tracer(made.step, make_batch, TrainingState(made.step), target=torch.device("cuda"))
     ends, shapes = np.atleast_1d(made.max_size), []

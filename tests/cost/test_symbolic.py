@@ -50,7 +50,7 @@ def compare(
     trace = tracer.symbolic(Recipe(batch, learned), shapes[0])
     for shape in shapes:
         assert trace.piece([shape]).holds([shape]) == EXACT
-        assert trace.peaks([shape])[0] == tracer.concrete(shape).peaks([shape])[0]
+        assert trace.peak(shape) == tracer.concrete(shape).peak(shape)
 
 
 def padded(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -497,7 +497,7 @@ def test_classes(name: str) -> None:
     drawn = np.exp(rng.uniform(low, np.log([case.max_n, *ends]), (5, len(low)))).round().astype(int)
     drawn[:, 1:] = np.minimum(-(-drawn[:, 1:] // case.multiple) * case.multiple, ends)
     for n, *size in [(1, *ends), *drawn.tolist()]:
-        peak = int(tracer.concrete((n, *size)).peaks([(n, *size)])[0])
+        peak = tracer.concrete((n, *size)).peak((n, *size))
         asked = tuple(size) if len(size) > 1 else size[0]
         assert cost.label(n, asked) != "exact" or cost.traced_bytes(n, asked) == peak
         assert cost.batch_bytes(n, asked) >= (1 - 0.002) * peak

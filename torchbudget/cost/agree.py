@@ -78,8 +78,3 @@ def joined_ranks(state: TrainingState) -> Ranks:
 def reducing(state: TrainingState) -> Iterator[DistributedDataParallel]:
     """The parts of a step's modules that sum their gradients over ranks."""
     return (part for part in state.parts() if isinstance(part, DistributedDataParallel))
-
-
-def bucket_bytes(module: DistributedDataParallel) -> int:
-    """Bytes of DDP's buckets: a second copy of the gradients, for as long as the module lives."""
-    return sum(p.nbytes for p in module.module.parameters() if p.requires_grad)

@@ -162,11 +162,8 @@ def _gradients(way: Callable[[Any], Any], batch: Any, state: TrainingState) -> l
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         keep(p.grad for group in optimizer.param_groups for p in group["params"])
 
-    handle = register_optimizer_step_pre_hook(before)
-    try:
+    with register_optimizer_step_pre_hook(before):
         returned = way(batch)
-    finally:
-        handle.remove()
     if not found:
         keep(p.grad for p in state.parameters())
     if not any(map(torch.count_nonzero, found)):

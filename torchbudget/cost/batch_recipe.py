@@ -74,11 +74,15 @@ def leaves_of(batch: Any) -> list[Any]:
     return [one for one in parts.kept if not isinstance(one, _SHARED)]
 
 
+def arrays_in(batch: Any) -> list[Any]:
+    """The tensors and arrays of NumPy in a batch."""
+    return [one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray))]
+
+
 def batch_bytes(batch: Any) -> int:
     """Bytes of the tensors and arrays in a batch."""
-    leaves = leaves_of(batch)
-    arrays = sum(one.nbytes for one in leaves if isinstance(one, np.ndarray))
-    return arrays + sum(part_bytes(one) for one in leaves if isinstance(one, torch.Tensor))
+    arrays = arrays_in(batch)
+    return sum(part_bytes(a) if isinstance(a, torch.Tensor) else a.nbytes for a in arrays)
 
 
 class _Size(NamedTuple):
@@ -215,7 +219,7 @@ class ShapeReader(NamedTuple):
         Raises:
             UntraceableError: there is none, or the batch's structure changes with its shape.
         """
-        batches = [_arrays_in(make(shape)) for shape in shapes]
+        batches = [arrays_in(make(shape)) for shape in shapes]
         dims = [tuple(one.ndim for one in arrays) for arrays in batches]
         if len({*dims}) > 1:
             raise UntraceableError("the batch's structure changes with its shape")
@@ -240,7 +244,7 @@ class ShapeReader(NamedTuple):
         Raises:
             BatchError: it has other numbers of tensors, or of axes, than `make_batch` made.
         """
-        arrays = _arrays_in(batch)
+        arrays = arrays_in(batch)
         dims = tuple(one.ndim for one in arrays)
         if dims != self.dims:
             raise BatchError(
@@ -255,10 +259,6 @@ class ShapeReader(NamedTuple):
             return int((above - 1 - place.constant) // place.weight)
 
         return tuple(map(coordinate, self.places))
-
-
-def _arrays_in(batch: Any) -> list[Any]:
-    return [one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray))]
 
 
 def products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:

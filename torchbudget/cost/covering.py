@@ -140,10 +140,10 @@ class Covering:
         two = self._at((2, *smallest))
         if any(trace.assumed for trace in self._concrete.values()):
             largest = self.subject.domain.occurring((1, *self.subject.domain.between(1.0)))
-            if self.tracer.take_larger_values(largest):
-                self._concrete.clear()
-                self.probes.clear()
-                two = self._at((2, *smallest))
+            self.tracer.with_larger_values(largest)
+            self._concrete.clear()
+            self.probes.clear()
+            two = self._at((2, *smallest))
         if self.room < math.inf:
             fitting = int(self.room) // max(two - self._at((1, *smallest)), 1)
             self.most_n = min(max(fitting, _COMPARED_SAMPLES), _MOST_COMPARED_SAMPLES)
@@ -356,10 +356,10 @@ class Covering:
         shape = self.subject.domain.occurring(shape)
         if shape not in self._concrete:
             self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
-            peak = int(self._concrete[shape].peaks([shape])[0])
+            peak = self._concrete[shape].peak(shape)
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
-        return int(self._concrete[shape].peaks([shape])[0])
+        return self._concrete[shape].peak(shape)
 
     def _is_covered(self, left: npt.NDArray[np.bool_]) -> bool:
         """Whether all shapes have a piece; of a few of many samples, that of one more will do."""

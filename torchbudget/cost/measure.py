@@ -253,7 +253,7 @@ def why_not(
             largest = (1, *some[-1].size)
             subject.take_larger_mode(lambda: tracer.concrete(largest).weight(largest))
             for shape, before in (((one.n, *one.size), one.peak_bytes) for one in some):
-                now = int(tracer.concrete(shape).peaks([shape])[0])
+                now = tracer.concrete(shape).peak(shape)
                 if now != before:
                     return f"a trace of {shape} has {now:,} bytes, and had {before:,}"
         else:
@@ -306,11 +306,11 @@ def _target_of(
 def _measured(subject: Subject, method: Method, room: int | None, time_too: bool) -> MeasuredCost:
     """The cost without what it was measured on."""
     ranks = joined_ranks(subject.state)
-    is_predicted = method == "trace" and _is_cuda(subject)
-    beside, left = BESIDE_BYTES, math.inf
-    if not is_predicted and room is not None:  # all ranks use the first rank's
-        beside = ranks.each(partial(_beside_tensors, subject))[0]
+    is_predicted = method == "trace" and subject.target.type == "cuda"
+    find_beside = partial(_beside_tensors, subject)
+    left = math.inf
     if room is not None:
+        beside = BESIDE_BYTES if is_predicted else ranks.each(find_beside)[0]  # the first rank's
         room = min(ranks.gather_objects(room))
         left = max(room - beside, 1)
         # Its samples are in memory as well, and a budget may be smaller than that of any batch.
@@ -324,11 +324,12 @@ def _measured(subject: Subject, method: Method, room: int | None, time_too: bool
         return _on_cuda(subject, cost)
     if room is None:
         return cost
-    return _on_cpu(subject, cost, ranks.each(partial(_beside_tensors, subject))[0])
-
-
-def _is_cuda(subject: Subject) -> bool:
-    return subject.target.type == "cuda"
+    beside = ranks.each(find_beside)[0]  # what tracing left included
+    subject.notes += [
+        f"{format_bytes(beside)} are added for all other memory of the process",
+        _UNSEEN_ON_CPU,
+    ]
+    return replace(cost, offset=float(beside), caution=_UNSEEN_ON_CPU)
 
 
 def _traced(subject: Subject, room: float, seconds: float) -> MeasuredCost:
@@ -375,7 +376,7 @@ def _traced_if_possible(subject: Subject, room: float) -> MeasuredCost | None:
 
 def _beside_tensors(subject: Subject) -> int:
     """Bytes of the process beside the step's own tensors, in whole 64 MiB."""
-    if _is_cuda(subject):
+    if subject.target.type == "cuda":
         return 0
     settle_malloc()
     from torch.export import _trace  # noqa: F401  # the first symbol imports it: 32 MiB, which stay
@@ -383,15 +384,6 @@ def _beside_tensors(subject: Subject) -> int:
     own = sum(part_bytes(tensor) for tensor in subject.state.tensors())
     beside = max(process_memory().resident_bytes - own, 0)
     return -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
-
-
-def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
-    """The cost of traced bytes and of all other memory, what tracing left included; no step ran."""
-    subject.notes += [
-        f"{format_bytes(beside)} are added for all other memory of the process",
-        _UNSEEN_ON_CPU,
-    ]
-    return replace(cost, offset=float(beside), caution=_UNSEEN_ON_CPU)
 
 
 def _on_cuda(subject: Subject, cost: MeasuredCost) -> MeasuredCost:

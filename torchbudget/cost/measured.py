@@ -557,7 +557,7 @@ class WaysCost(MeasuredCost):
         Raises:
             CostError: the steps of a way were not timed.
         """
-        return TimeOfWays(self, tuple(one.time for one in self.ways))
+        return OfWays(self, tuple(one.time for one in self.ways))
 
     @cached_property
     def chosen(self) -> OfWays:
@@ -612,7 +612,7 @@ class WaysCost(MeasuredCost):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfWays:
-    """A model of batches that asks, for each batch, the model of its chosen way.
+    """A model of bytes or of nanoseconds that asks, for each batch, the model of its chosen way.
 
     Attributes:
         cost: chooses the ways.
@@ -623,23 +623,17 @@ class OfWays:
     models: tuple[CostModel, ...]
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; bytes or nanoseconds, as the models have them."""
+        """See `CostModel.batch_bytes`."""
         each = np.stack([one.batch_bytes(n, padded_size) for one in self.models])
         way = self.cost.way(n, padded_size)
         chosen: IntArray = np.take_along_axis(each, way[None], axis=0)[0]
         return chosen
 
-
-class TimeOfWays(OfWays):
-    """The time of batches in their chosen way: a cost model in nanoseconds."""
-
-    __slots__ = ()
-
     def capacity(self, padded_size: ArrayLike, amount: ArrayLike) -> IntArray:
         """See `CostModel.capacity`: the greatest of any way, as far as its bytes fit the budget."""
         fitting = [one.capacity(padded_size, self.cost.room or 0) for one in self.cost.ways]
-        in_time = [one.capacity(padded_size, amount) for one in self.models]
-        most: IntArray = np.minimum(fitting, in_time).max(axis=0)
+        within = [one.capacity(padded_size, amount) for one in self.models]
+        most: IntArray = np.minimum(fitting, within).max(axis=0)
         return most
 
 

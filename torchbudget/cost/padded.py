@@ -119,10 +119,8 @@ class _Quadratic:
             CostOverflowError: a sample costs 2⁵³ bytes or more.
         """
         lengths = axes_last(sizes, self.axes)
-        units: Any = self.unit_bytes
-        pairs: Any = self.pair_bytes
-        if self.axes == 1:
-            units, pairs = (units,), ((pairs,),)
+        units = np.reshape(self.unit_bytes, self.axes).tolist()
+        pairs = np.reshape(self.pair_bytes, (self.axes, self.axes)).tolist()
         length = [lengths[..., axis].astype(np.float64) for axis in range(self.axes)]
         total: Any = self.sample_bytes
         # Horner's scheme on each axis, which is monotone like the sum it stands for.

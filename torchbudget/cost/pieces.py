@@ -173,15 +173,14 @@ class Trace:
         sizes = np.array(self.base.expressions.evaluate(shapes, self.sizes), np.int64)
         return np.cumsum(sizes[self.events] * self.signs[:, None], axis=0)
 
-    def peaks(self, shapes: npt.ArrayLike) -> IntArray:
-        """The larger peak of both steps at each shape, `(S, 1 + d)`: shape `(S,)`."""
-        peaks: IntArray = self.living(shapes).max(axis=0)
-        return peaks
+    def peak(self, shape: Sequence[int]) -> int:
+        """The larger peak of both steps at a shape."""
+        return int(self.living([shape]).max())
 
     def weight(self, shape: Sequence[int]) -> tuple[int, int]:
         """The larger peak of both steps at a shape, and the bytes of all allocations."""
         sizes = np.array(self.base.expressions.evaluate([shape], self.sizes), np.int64)
-        return int(self.peaks([shape])[0]), int(sizes[self.events[self.signs > 0]].sum())
+        return self.peak(shape), int(sizes[self.events[self.signs > 0]].sum())
 
     @property
     def equalities(self) -> dict[Any, tuple[int, int, int]]:
@@ -199,15 +198,14 @@ class Trace:
 
     def piece(self, shapes: npt.ArrayLike) -> Piece:
         """Keep the running sums that are the peak at one of many shapes, `(S, 1 + d)`."""
-        each = np.eye(len(self.sizes))[self.events] * self.signs[:, None]
-        counts = each.cumsum(axis=0)[self.signs > 0]
+        counts = _living_kinds(self, self.events, len(self.sizes))[self.signs > 0]
         expressions = Expressions.of(self.base.nodes)
         sums = _peaks(expressions, self.sizes, counts, shapes)
         return replace(self.base, nodes=tuple(expressions.nodes), sums=tuple(sorted(sums)))
 
 
 def _peaks(
-    expressions: Expressions, sizes: Sequence[int], counts: npt.NDArray[Any], shapes: npt.ArrayLike
+    expressions: Expressions, sizes: Sequence[int], counts: IntArray, shapes: npt.ArrayLike
 ) -> set[int]:
     """The running sums that are the peak at one of many shapes, `(S, 1 + d)`.
 
@@ -221,7 +219,7 @@ def _peaks(
     count = 1 + values.shape[1] * len(counts) // _MOST_CELLS
     parts = np.array_split(values, count, axis=1)
     tops = np.unique([top for part in parts for top in (counts @ part).argmax(axis=0).tolist()])
-    return {expressions.total(sizes, counts[top].astype(int).tolist()) for top in tops}
+    return {expressions.total(sizes, counts[top].tolist()) for top in tops}
 
 
 def joined(one: Trace, other: Trace) -> Trace:
@@ -237,9 +235,8 @@ def joined(one: Trace, other: Trace) -> Trace:
     if not np.array_equal(one.signs, other.signs):
         raise UntraceableError("the traces have other storages")
     pairs = [*zip(one.events.tolist(), other.events.tolist(), strict=True)]
-    kinds = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
-    sizes = tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in kinds)
-    events = np.array([kinds[pair] for pair in pairs])
+    sizes = tuple(turns.of(one.sizes[a], other.sizes[b]) for a, b in dict.fromkeys(pairs))
+    [events] = _numbered(pairs)
     return replace(one, base=turns.base(), sizes=sizes, events=events)
 
 
@@ -434,7 +431,13 @@ class _Turns:
 
 
 def _living_kinds(trace: Trace, kind: IntArray, number: int) -> IntArray:
-    """How many storages of each kind live after each event: shape `(events, kinds)`."""
+    """How many storages of each kind live after each event: shape `(events, kinds)`.
+
+    Args:
+        trace: of the events.
+        kind: of the storage that each event allocates; shape `(events,)`.
+        number: of kinds.
+    """
     each = np.eye(number, dtype=np.int64)
     living: IntArray = (each[kind[trace.made]] * trace.signs[:, None]).cumsum(axis=0)
     return living
@@ -477,11 +480,6 @@ class Grid:
     reached: int = MAX_BYTES
     raised: float = 0.0
     jumps: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def floor(self) -> float:
-        """The least bytes of any shape."""
-        return min(min(column) for column in self.values if column)
 
     def weighted(self, byte: float, above: float, knee: int) -> Grid:
         """The grid of `byte·bytes + above·(bytes above a knee)`."""
@@ -555,4 +553,5 @@ class Grid:
         k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
         low, high = np.array(value)[[k, k + 1]]
         found = low + (high - low) * (at - n[k]) / (n[k + 1] - n[k])
-        return np.asarray(np.maximum(found, self.floor))
+        floor = min(min(values) for values in self.values if values)
+        return np.asarray(np.maximum(found, floor))

@@ -92,7 +92,9 @@ def run_steps(
         _warn_of_kernels(subject)
     with subject.state.restored_after_runs(), ExitStack() as stack:
         gc.collect()
-        if not gc.get_freeze_count():  # collections are quick: they search only newer objects
+        # Collections then search only newer objects: one took 0.15 s with what torch imports, and
+        # 0.35 s with transformers.
+        if not gc.get_freeze_count():
             gc.freeze()
             stack.callback(gc.unfreeze)
         runs = _Runs(subject, StepRunner(subject), room)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from torchbudget.checks import is_int
-from torchbudget.cost.batch_recipe import Shape, batch_bytes, leaves_of, products
+from torchbudget.cost.batch_recipe import Shape, arrays_in, batch_bytes, products
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import BatchError, CostError, MeasureWarning, TorchBudgetError, warn
@@ -148,11 +148,9 @@ class Domain:
         corners = list(product((0.0, 1.0), repeat=self.axes))
         sizes = np.array([self.between(one) for one in [*corners, *shares]])
         n = np.rint(most_samples ** rng.beta(0.7, 0.7, len(sizes))).astype(np.int64)
-        both = [np.column_stack([n, sizes])]
-        for number in (1, most_samples):
-            ends = sizes[: len(corners)]
-            both.append(np.column_stack([np.full(len(ends), number), ends]))
-        return np.unique(np.concatenate(both), axis=0)
+        drawn, ends = np.insert(sizes, 0, n, axis=1), sizes[: len(corners)]
+        few, many = (np.insert(ends, 0, number, axis=1) for number in (1, most_samples))
+        return np.unique(np.concatenate([drawn, few, many]), axis=0)
 
     def recipe_shapes(self) -> list[Shape]:
         """Small shapes that show how a batch's dimensions follow from its shape."""
@@ -224,8 +222,7 @@ class Subject:
                 f"make_batch({n}, {asked}), or the collate_fn of loader, raised {error!r}; if no "
                 "samples are this short, pass min_size"
             ) from error
-        arrays = (one for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray)))
-        shapes = tuple(tuple(one.shape) for one in arrays)
+        shapes = tuple(tuple(one.shape) for one in arrays_in(batch))
         # Of samples of several sizes together, totals say nothing.
         is_plain = bool(shapes) and self.domain.occurring((1, *size)) == (1, *size)
         before = self._seen.setdefault(shapes, shape) if is_plain else shape

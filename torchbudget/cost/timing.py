@@ -220,9 +220,5 @@ def optimizer_seconds(wait: Callable[[], object]) -> Iterator[Callable[[], float
         if not begun:  # one that another calls is counted with that
             spent_s += time.perf_counter() - start_s
 
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    try:
+    with register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after):
         yield lambda: spent_s
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchbudget.cost.agree import bucket_bytes, reducing
+from torchbudget.cost.agree import reducing
 from torchbudget.cost.as_on_cuda import (
     CUDA_BLOCK_BYTES,
     TEMPORARIES,
@@ -188,8 +188,7 @@ class Tracer:
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
         traces: list[Trace] = []
         for integer in range(1, 1 + _MOST_TRACES):
-            until = begun + most_seconds
-            counter = _Counter(self, env, integer, until)
+            counter = _Counter(self, env, integer, until=begun + most_seconds)
             draws = (integer - 1) * (1 + math.prod(shape) % _MOST_DRAWS)
             starts = self._two_steps(batch_of, counter, draws)
             traces.append(counter.trace(symbols, shape, starts))
@@ -200,24 +199,21 @@ class Tracer:
                 break
         return replace(traces[0], seconds=time.process_time() - begun)
 
-    def take_larger_values(self, shape: Shape) -> bool:
-        """Take tensors to have the values with which the step takes more, where it branches.
+    def with_larger_values(self, shape: Shape) -> Trace:
+        """Trace with the values of tensors with which the step takes more, where it branches.
 
         As of `if torch.rand(()) < 0.9: x = layer(x)`, and of a warning if a loss is not finite.
-
-        Args:
-            shape: of a batch, at which traces are compared.
-
-        Returns:
-            Whether they are other values than before.
+        Later traces have these values, too.
         """
-        weight = self.concrete(shape).weight(shape)
-        self.values = _OTHER_VALUES
-        with suppress(CostError):
-            if self.concrete(shape).weight(shape) > weight:
-                return True
-        self.values = _VALUES
-        return False
+        trace = self.concrete(shape)
+        if trace.assumed:
+            self.values = _OTHER_VALUES
+            with suppress(CostError):
+                other = self.concrete(shape)
+                if other.weight(shape) > trace.weight(shape):
+                    return other
+            self.values = _VALUES
+        return trace
 
     def _two_steps(
         self, batch_of: Callable[[_Counter], Any], counter: _Counter, draws: int
@@ -333,10 +329,7 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     444
     """
     tracer = Tracer(step, lambda _: batch, TrainingState(step))
-    trace = tracer.concrete((1, 1))
-    if trace.assumed and tracer.take_larger_values((1, 1)):
-        trace = tracer.concrete((1, 1))
-    return int(trace.peaks([(1, 1)])[0])
+    return tracer.with_larger_values((1, 1)).peak((1, 1))
 
 
 def _is_wrapper(kind: type) -> bool:
@@ -384,7 +377,9 @@ class _Counter(TorchDispatchMode):
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = _Fakes(shape_env=env, allow_non_fake_inputs=True)
-        self._apart: dict[Any, bool] = {}  # of each operation: may its outputs come from a cache
+        # Of each operation: may its outputs come from a cache? Without one, a trace of an encoder
+        # took 1.62 s instead of 0.97 s.
+        self._apart: dict[Any, bool] = {}
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()
@@ -449,11 +444,12 @@ class _Counter(TorchDispatchMode):
         """Keep a module from summing gradients and buffers over ranks, as inside `no_sync`.
 
         Returns:
-            A fake of its buckets.
+            A fake of its buckets: a second copy of the gradients, for as long as the module lives.
         """
         module.require_backward_grad_sync = module.require_forward_param_sync = False
+        size = sum(p.nbytes for p in module.module.parameters() if p.requires_grad)
         with self.fakes:
-            buckets = torch.empty(bucket_bytes(module), dtype=torch.uint8, device=module.device)
+            buckets = torch.empty(size, dtype=torch.uint8, device=module.device)
         self.count(buckets)
         return buckets
 

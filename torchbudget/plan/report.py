@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchbudget.cost.measured import TimeOfWays
+from torchbudget.cost.measured import OfWays
 from torchbudget.cost.surface import Surface
 from torchbudget.display import aligned
 from torchbudget.plan.dealing import Dealing
@@ -200,7 +200,7 @@ def plan_report(
         ranks=ranks.number,
         imbalance=costliest / mean if mean else 1.0,
         fullest=fullest,
-        epoch_s=costliest / 1e9 if isinstance(rules.time, (Surface, TimeOfWays)) else None,
+        epoch_s=costliest / 1e9 if isinstance(rules.time, (Surface, OfWays)) else None,
         dropped=0 if order.endless else order.samples - samples,
         skipped=len(order.skipped),
         masked_rows=all_rows - samples if rules.shapes else None,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, is_int, natural, optional
-from torchbudget.cost.measured import TimeOfWays, WaysCost
+from torchbudget.cost.measured import OfWays, WaysCost
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, CostError, OptionError
@@ -129,9 +129,9 @@ class BatchRules:
             object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
         if isinstance(self.cost, WaysCost):
             object.__setattr__(self, "cost", replace(self.cost, room=self.budget_bytes))
-        if isinstance(self.time, TimeOfWays):  # of ways that fit another budget
+        if isinstance(self.time, OfWays):  # of ways that fit another budget
             cost = replace(self.time.cost, room=self.budget_bytes)
-            object.__setattr__(self, "time", cost.time)
+            object.__setattr__(self, "time", replace(self.time, cost=cost))
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
         limits = [Limit("cost", self.cost, self.budget_bytes)]
         if self.max_batch_size is not None:
