@@ -202,11 +202,3 @@ def test_time_is_more_even_than_when_bytes_are_balanced(step: int | None) -> Non
             ours[0].set_epoch(0)
             assert ours[0].report().imbalance == pytest.approx(imbalance["time"], rel=1e-6)
     assert imbalance["time"] < min(imbalance["cost"], 1.08)
-
-
-def test_a_round_is_one_run_where_that_takes_less_time() -> None:
-    """Each sample takes time, so that ranks that wait every round have as many of them."""
-    sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
-    ours = samplers(sizes, 8, time=PaddedCost(sample_bytes=1))
-    numbers = np.array([[len(batch) for batch in sampler] for sampler in ours])
-    assert (np.ptp(numbers, axis=0) <= 1).all()

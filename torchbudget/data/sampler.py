@@ -97,8 +97,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
         time: cost model of a micro-batch's time, in any unit. With `samples_per_step` a step is cut
             into the micro-batches that take the least time, and not into the fewest; its sums over
             the ranks are made as equal as possible. Without it, or if n samples take no less time
-            together than one by one, it only balances the ranks; rank r of R may then get every
-            R-th sample of one run, if that takes less time. A `PackedCost` for packed batches.
+            together than one by one, it only balances the ranks. A `PackedCost` for packed batches.
             Default: with `samples_per_step` the measured time of the cost, if it has one; else
             none, so that micro-batches are full, and ranks are balanced by `cost`.
         batches_per_epoch: number of micro-batches of an epoch on each rank. The next epoch

@@ -24,7 +24,7 @@ from torchbudget.plan.cut import Windows
 from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.groups import Labels
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import arranged_windows, best_strips, solve, waited, work_of_runs
+from torchbudget.plan.solver import arranged_windows, best_strips, solve, work_of_runs
 
 # Caps that are tried: each half of the one before, and then some between the best one's neighbours.
 _FINER: Final = 2 ** (np.array([-6, -4, -3, -2, -1, 1, 2, 3, 4, 6]) / 8)
@@ -145,6 +145,9 @@ def _solved_time(
     rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int | None
 ) -> int:
     """The time of windows as they are dealt, in the unit of `rules.time`."""
-    solved = partial(solve, rules, ranks=ranks, strips=strips)
-    blocks = (solved(sizes[None], labels=labels) for sizes, labels in windows)
-    return sum(waited(block, rules, ranks) for block in blocks)
+    total = 0
+    for sizes, labels in windows:
+        block = solve(rules, sizes[None], ranks, strips=strips, labels=labels)
+        work = block.costs(rules, rules.work).reshape(-1, ranks.number)
+        total += int(work.sum(axis=0).max() if ranks.even_sums else work.max(axis=1).sum())
+    return total

@@ -155,7 +155,6 @@ class Plan:
         samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
         several = order.groups is None and order.labels.alike and not ranks.repeats
         several &= rules.packing is None and not rules.shapes
-        several &= rules.time is None or ranks.even_sums
         self._most_windows = max(samples // self.window, 1) if several else 1
         self.strips: int | None = best_strips(survey[: self.window], rules)
         if ranks.even_sums or ranks.repeats:  # the samples of a window, or of the pass, are given

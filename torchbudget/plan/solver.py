@@ -24,8 +24,6 @@ How it is dealt to several ranks (`solve`):
 |                                |                | cut, so that ranks do alike work               |
 | one step, one axis, no labels  | and `level`    | few long micro-batches cannot be dealt evenly: |
 |                                |                | short samples fill the ranks up                |
-| one axis, with `time`, if   | and a          | alike micro-batches pad more, but ranks wait   |
-| ranks wait every round         | `RoundWindow`  | less: the faster of both is taken              |
 | begun under another plan       | `_in_parts`    | a state has a second bit only for samples of   |
 |                                |                | the part that was begun                        |
 """
@@ -312,14 +310,13 @@ def rounds_needed(
 
     Returns:
         `Block.rounds` of the solution, shape `(windows,)`. It takes a part of the time of `solve`,
-        since most windows are cut once and not dealt. Windows that are packed, have units or may be
-        cut by rounds are solved.
+        since most windows are cut once and not dealt. Windows that are packed or have units are
+        solved.
 
     Raises:
         UnevenRanksError: a window cannot be split evenly over the ranks.
     """
-    cuts_rounds = _may_cut_rounds(rules, sizes, ranks, labels)
-    if rules.packing is not None or labels.units is not None or cuts_rounds:
+    if rules.packing is not None or labels.units is not None:
         return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
     windows = arranged_windows(sizes, rules, strips, labels, ranks)
     cuts = windows.cut(np.full(len(sizes), rules.lowered.amount))
@@ -474,7 +471,7 @@ def solve(
     Args:
         rules: of a micro-batch.
         sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack or have
-            shapes, or if ranks that wait every round have a `time`.
+            shapes.
         ranks: that share each window.
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
@@ -501,10 +498,6 @@ def solve(
         block = _dealt_first(rules, sizes, ranks, strips, labels)
     if block is None:
         block = _cut_first(arranged_windows(sizes, rules, strips, labels, ranks), ranks)
-    if _may_cut_rounds(rules, sizes, ranks, labels):
-        with suppress(UnevenRanksError):
-            by_rounds = _cut_first(RoundWindow(sizes, rules, ranks, labels), ranks)
-            block = min(block, by_rounds, key=lambda one: waited(one, rules, ranks))
     if key is None:
         return block
     rounds = np.arange(len(block.starts)).reshape(-1, ranks.number)
@@ -543,24 +536,6 @@ def _in_parts(
         blocks.append((*places, one.sizes, one.rounds))
     samples, starts, stops, dealt, rounds = map(np.concatenate, zip(*blocks, strict=True))
     return Block(samples, dealt, starts, stops, rounds.sum(keepdims=True))
-
-
-def _may_cut_rounds(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, labels: Labels
-) -> bool:
-    """Whether a round may be cut as one run of the sorted window: see `RoundWindow`.
-
-    Ranks then have alike micro-batches, which pad more. It pays if they wait every round, as
-    far as a `time` predicts it.
-    """
-    waits = ranks.number > 1 and not ranks.even_sums and rules.time is not None
-    return waits and rules.packing is None and sizes.ndim == 2 and labels.alike and not rules.shapes
-
-
-def waited(block: Block, rules: BatchRules, ranks: Dealing) -> int:
-    """The work of the slowest rank, on which the others wait; every round, or once for a window."""
-    work = block.costs(rules, rules.work).reshape(-1, ranks.number)
-    return int(work.sum(axis=0).max() if ranks.even_sums else work.max(axis=1).sum())
 
 
 def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Dealing) -> IntArray:
