@@ -217,7 +217,7 @@ def cut(cost: MeasuredCost, sizes: Any, budget: int, cap: float | None) -> tuple
     plan = sampler.plan
     most = None if cap is None else max(int(cap * (plan.rules.most_time or 1)), 1)
     rules = replace(plan.rules, most_time=most)
-    block = solve(rules, np.asarray(sizes)[None], Dealing(even_sums=True), strips=plan.strips)
+    block = solve(rules, np.asarray(sizes)[None], Dealing(even_sums=True))
     bounds = zip(block.starts.tolist(), block.stops.tolist(), strict=True)
     return [block.samples[start:stop] for start, stop in bounds], plan.rules
 

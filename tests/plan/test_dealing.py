@@ -35,7 +35,7 @@ def test_windows_are_solved_as_if_alone(
     windows = len(sizes) // length if length else 0
     if not windows:
         return
-    rule = BatchRules(cost=cost, budget_bytes=budget)
+    rule = BatchRules(cost=cost, budget_bytes=budget, strips=3)
     many = sizes[np.random.default_rng(seed).permutation(len(sizes))[: windows * length]]
     many = many.reshape(windows, length, *sizes.shape[1:])
     many[: windows // 2] //= 7  # windows of unlike scales share a block
@@ -45,11 +45,11 @@ def test_windows_are_solved_as_if_alone(
         those = np.arange(first, first + number)
         return WindowKey(seed=3, path=(1,), places=those * length, numbers=those, shuffle=True)
 
-    block = solve(rule, many, dealt, key(0, windows), strips=3)
-    assert block.rounds.tolist() == rounds_needed(rule, many, dealt, strips=3).tolist()
+    block = solve(rule, many, dealt, key(0, windows))
+    assert block.rounds.tolist() == rounds_needed(rule, many, dealt).tolist()
     at = 0
     for window in range(windows):
-        alone = solve(rule, many[window : window + 1], dealt, key(window, 1), strips=3)
+        alone = solve(rule, many[window : window + 1], dealt, key(window, 1))
         number = int(block.rounds[window]) * ranks
         assert alone.rounds.tolist() == [block.rounds[window]]
         assert (block.starts[at : at + number] - window * length).tolist() == alone.starts.tolist()

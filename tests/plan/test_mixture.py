@@ -321,7 +321,7 @@ def test_other_shares_whose_windows_are_cut_otherwise() -> None:
         for shares in ({0: 1, 1: 1}, {0: 0.8, 1: 0.2})
     )
     assert first.plan.rules.most_time == other.plan.rules.most_time
-    assert first.plan.strips != other.plan.strips
+    assert first.plan.rules.strips != other.plan.rules.strips
     expected = steps_of(first)[0]
     first.set_epoch(0)
     came = list(next(iter(first)))

@@ -29,11 +29,6 @@ class Labels(NamedTuple):
     units: npt.NDArray[np.signedinteger[Any]] | None = None
     whole: bool = False
 
-    @property
-    def alike(self) -> bool:
-        """Whether any sample may be in a micro-batch with any other."""
-        return self.groups is None and self.units is None
-
     def take(self, places: IntArray) -> Labels:
         """Labels of some of the samples, with units numbered anew from 0 on."""
         groups = None if self.groups is None else self.groups[places]

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -39,10 +38,8 @@ _SURE: Final = 0.05
 Sized: TypeAlias = tuple[npt.NDArray[Any], Labels]
 
 
-def with_least_time(
-    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int | None
-) -> tuple[BatchRules, int | None]:
-    """Rules with the cap on time under which windows take the least time, and strips to cut by.
+def with_least_time(rules: BatchRules, windows: Sequence[Sized], ranks: Dealing) -> BatchRules:
+    """Rules with the cap on time under which windows take the least time, and with its strips.
 
     The time of a window is that of its slowest rank; if ranks wait for each other every round, the
     sum over its rounds of the slowest one's. Rules without a time get that of a measured cost.
@@ -51,11 +48,10 @@ def with_least_time(
         rules: of a micro-batch, without a cap on time.
         windows: sizes of some windows' samples, shape `(S,)` or `(S, d)`, and their labels.
         ranks: that share each window.
-        strips: that are best for full micro-batches; `None`: they are found for each window.
 
     Returns:
-        The same rules and strips where no cap is faster, or none can be: there is no time, single
-        samples take no longer than together, or micro-batches are packed or have given shapes.
+        The same rules where no cap is faster, or none can be: there is no time, single samples take
+        no longer than together, or micro-batches are packed or have given shapes.
     """
     cost = rules.cost
     if rules.time is None and isinstance(cost, MeasuredCost):
@@ -63,37 +59,32 @@ def with_least_time(
         needs_time = isinstance(cost, WaysCost) and ranks.even_sums
         rules = replace(rules, time=cost.time if cost.seconds or needs_time else None)
     if rules.time is None or rules.packing is not None or rules.max_shapes is not None:
-        return rules, strips
+        return rules
     sizes = np.concatenate([sizes for sizes, _ in windows])
     # A step of a million samples has few different lengths, whose costs take little memory.
     every = rules.padded(np.unique(sizes) if sizes.ndim == 1 else sizes)
     one, two = (rules.time.batch_bytes(n, every) for n in (1, 2))
     if (2 * one <= two).all():
-        return rules, strips
-    fastest = partial(_fastest, rules, windows, ranks, int(one.min()))
-    cap, gain = fastest(strips)
-    best = strips
+        return rules
+    timed, least_each = rules, int(one.min())
+    cap, gain = _fastest(timed, windows, ranks, least_each)
     if every.ndim > 1 and cap is not None:  # how many strips are best depends on the cap
         some = every[:: max(len(every) // _SURVEY, 1)]
-        best = best_strips(some, replace(rules, most_time=cap))
-        cap, gain = fastest(best)
+        timed = replace(rules, strips=best_strips(some, replace(rules, most_time=cap)))
+        cap, gain = _fastest(timed, windows, ranks, least_each)
     if cap is None:
-        return rules, strips
-    timed = replace(rules, most_time=cap)
+        return rules
+    timed = replace(timed, most_time=cap)
     if gain < _SURE:
         with suppress(UnevenRanksError):  # of which the plan tells where it comes to the window
-            full = _solved_time(rules, windows, ranks, strips)
-            if full <= _NEARLY * _solved_time(timed, windows, ranks, best):
-                return rules, strips
-    return timed, best
+            full = _solved_time(rules, windows, ranks)
+            if full <= _NEARLY * _solved_time(timed, windows, ranks):
+                return rules
+    return timed
 
 
 def _fastest(
-    rules: BatchRules,
-    windows: Sequence[Sized],
-    ranks: Dealing,
-    least_each: int,
-    strips: int | None,
+    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, least_each: int
 ) -> tuple[int | None, float]:
     """The cap under which windows take the least time, `None` if none is faster, and what it gains.
 
@@ -102,8 +93,7 @@ def _fastest(
     """
 
     def arranged(rules: BatchRules) -> list[Windows]:
-        each = partial(arranged_windows, rules=rules, strips=strips, ranks=ranks)
-        return [each(sizes[None], labels=labels) for sizes, labels in windows]
+        return [arranged_windows(sizes[None], rules, labels, ranks) for sizes, labels in windows]
 
     def work_under(cap: int, windows: Sequence[Windows]) -> list[IntArray]:
         return [work_of_runs(window, window.cut(np.array([cap])))[0] for window in windows]
@@ -141,13 +131,11 @@ def _fastest(
     return (None if top in nearly else max(nearly)), 1 - least / times[top]
 
 
-def _solved_time(
-    rules: BatchRules, windows: Sequence[Sized], ranks: Dealing, strips: int | None
-) -> int:
+def _solved_time(rules: BatchRules, windows: Sequence[Sized], ranks: Dealing) -> int:
     """The time of windows as they are dealt, in the unit of `rules.time`."""
     total = 0
     for sizes, labels in windows:
-        block = solve(rules, sizes[None], ranks, strips=strips, labels=labels)
+        block = solve(rules, sizes[None], ranks, labels=labels)
         work = block.costs(rules, rules.work).reshape(-1, ranks.number)
         total += int(work.sum(axis=0).max() if ranks.even_sums else work.max(axis=1).sum())
     return total

@@ -43,7 +43,6 @@ from torchbudget.plan.solver import (
 # Samples that one call plans: enough to hide the overhead of the call. Blocks of windows grow up to
 # this, so the first micro-batch waits for one window only.
 _BLOCK_SAMPLES: Final = 2**18
-_WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
 # Samples whose capacities are read to estimate the number of micro-batches in a window.
 _SURVEY: Final = 4096
 # Windows in which a cap on time is looked for, and the fewest samples in them. The best cap of four
@@ -102,7 +101,7 @@ class Plan:
 
     Attributes:
         uncapped: the rules as they were passed, without `most_time`.
-        rules: the same with `most_time`, if a cap on the time is faster.
+        rules: the same with `strips`, and with `most_time` if a cap on the time is faster.
 
     Raises:
         OptionError: nothing would be left of an epoch.
@@ -120,7 +119,7 @@ class Plan:
         per_epoch: int | None = None,
     ) -> None:
         self.sizes = sizes
-        self.uncapped = self.rules = rules
+        self.uncapped = rules
         self.order = order
         self.ranks = ranks
         self.drop_last = drop_last and not order.endless
@@ -152,14 +151,12 @@ class Plan:
         # A pass has one section, or one section for each group.
         length = _MOST_POSITIONS if order.endless else len(order)
         self._sections = order.groups or Members(NONE, np.array([0, length]))
-        samples = _WIDE_BLOCK_SAMPLES if sizes.axes > 1 else _BLOCK_SAMPLES
-        several = order.groups is None and order.labels.alike and not ranks.repeats
-        several &= rules.packing is None and not rules.shapes
-        self._most_windows = max(samples // self.window, 1) if several else 1
-        self.strips: int | None = best_strips(survey[: self.window], rules)
+        several = order.groups is None and order.labels.groups is None and order.units is None
+        several &= rules.packing is None and not rules.shapes and not ranks.repeats
+        self._most_windows = max(_BLOCK_SAMPLES // self.window, 1) if several else 1
+        self.rules = replace(rules, strips=best_strips(survey[: self.window], rules))
         if ranks.even_sums or ranks.repeats:  # the samples of a window, or of the pass, are given
-            windows = self._some_windows()
-            self.rules, self.strips = with_least_time(rules, windows, ranks, self.strips)
+            self.rules = with_least_time(self.rules, self._some_windows(), ranks)
         if self.rules.most_time is not None and self.window % ranks.together:
             # A window whose runs are too many to be dealt has no cap, and others keep theirs.
             self._most_windows = 1
@@ -208,7 +205,7 @@ class Plan:
         """The facts that must be the same for a window to be cut and dealt the same way."""
         return rules_identity(self.rules, self.sizes.largest) | {
             "window": self.window,
-            "strips": self.strips,
+            "strips": self.rules.strips,
             "step_per_window": self.ranks.even_sums,
             "drop_last": self.drop_last,
             "ranks": self.ranks.number,
@@ -374,8 +371,7 @@ class Plan:
         places = start + np.arange(windows) * length
         key = WindowKey(order.seed, cursor.pass_key, places, numbers, order.shuffle)
         labels = order.labels.take(indices)
-        strips, parts = self.strips, cursor.parts
-        block = solve(self.rules, sizes, self.ranks, key, strips=strips, labels=labels, parts=parts)
+        block = solve(self.rules, sizes, self.ranks, key, labels=labels, parts=cursor.parts)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -445,7 +441,7 @@ class Plan:
         if not self.drop_last or self.ranks.even_sums:
             return Stretch(start, tail, end, None)
         sizes = self._sizes_at(self.order.indices(cursor.pass_key, tail, end))
-        stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
+        stays = without_last(self.rules, sizes, self.ranks)
         if stays.sum() < self.ranks.number:
             return Stretch(start, tail, tail, None)
         return Stretch(start, tail, end, None if stays.all() else stays)
@@ -584,7 +580,7 @@ class Plan:
             return 0
         indices, sizes, _ = self._samples(cursor, start, length, windows, left)
         labels = self.order.labels.take(indices)
-        rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self.strips, labels=labels)
+        rounds = rounds_needed(self.rules, sizes, self.ranks, labels=labels)
         return int(rounds.sum())
 
     # ------------------------------------------------------------------ contents of an epoch

@@ -89,6 +89,8 @@ class BatchRules:
             pairs of rows and length; `None`: any number of them.
         most_time: cap on the time of a micro-batch of several samples, beside the limits: see
             `with_least_time`. `None`: micro-batches are as full as fits.
+        strips: how windows of several axes are cut, see `arrange`. `None`: the best ones for the
+            first of the windows that are solved together.
         limits: everything that no micro-batch may exceed: the budget, `max_batch_size`, the
             further limits and, as rows of a shape that covers it, the shapes.
         shapes: pairs of rows and length, the fewest rows first; empty: any.
@@ -110,6 +112,7 @@ class BatchRules:
     further_limits: tuple[tuple[CostModel, int], ...] = ()
     max_shapes: int | Sequence[tuple[int, int]] | None = None
     most_time: int | None = None
+    strips: int | None = None
     shapes: tuple[tuple[int, int], ...] = field(init=False)
     limits: tuple[Limit, ...] = field(init=False)
     most: int | None = field(init=False)

@@ -254,11 +254,7 @@ def _in_all(windows: Windows, cuts: Sequence[IntArray]) -> tuple[IntArray, IntAr
 
 
 def arranged_windows(
-    sizes: npt.NDArray[Any],
-    rules: BatchRules,
-    strips: int | None,
-    labels: Labels,
-    ranks: Dealing = _ONE_RANK,
+    sizes: npt.NDArray[Any], rules: BatchRules, labels: Labels, ranks: Dealing = _ONE_RANK
 ) -> Windows:
     """Arrange windows to be cut; the arguments are those of `solve`.
 
@@ -278,6 +274,7 @@ def arranged_windows(
         return RoundWindow(sizes, rules, ranks, labels)
     if sizes.ndim == 2:
         return SortedWindows(sizes, rules, labels)
+    strips = rules.strips
     if strips is None:
         strips = best_strips(sizes[0, :: max(sizes.shape[1] // _SURVEY, 1)], rules)
     return TiledWindows(sizes, arrange(sizes, strips), rules, labels)
@@ -299,12 +296,7 @@ def _capped(find: _Found) -> _Found:
 
 @_capped
 def rounds_needed(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    ranks: Dealing,
-    *,
-    strips: int | None = None,
-    labels: Labels = NO_LABELS,
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, *, labels: Labels = NO_LABELS
 ) -> IntArray:
     """Micro-batches that each rank needs of windows; the arguments are those of `solve`.
 
@@ -317,8 +309,8 @@ def rounds_needed(
         UnevenRanksError: a window cannot be split evenly over the ranks.
     """
     if rules.packing is not None or labels.units is not None:
-        return solve(rules, sizes, ranks, strips=strips, labels=labels).rounds
-    windows = arranged_windows(sizes, rules, strips, labels, ranks)
+        return solve(rules, sizes, ranks, labels=labels).rounds
+    windows = arranged_windows(sizes, rules, labels, ranks)
     cuts = windows.cut(np.full(len(sizes), rules.lowered.amount))
     return least_rounds(np.array([*map(len, cuts)]), len(windows.firsts), ranks)
 
@@ -353,7 +345,7 @@ def _cut_into(
 
 
 def _dealt_first(
-    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, strips: int | None, labels: Labels
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, labels: Labels
 ) -> Block | None:
     """Give units of even work to the ranks, and cut each rank's samples by themselves.
 
@@ -361,7 +353,6 @@ def _dealt_first(
         rules: of a micro-batch.
         sizes: of one window, shape `(1, S)` or `(1, S, d)`.
         ranks: that share the window.
-        strips: see `solve`.
         labels: see `solve`; without units, each sample is one.
 
     Returns:
@@ -386,9 +377,7 @@ def _dealt_first(
         mine = np.split(places, firsts[1:])
         cuts: list[IntArray] = []
         if len(mine) <= number:
-            windows = [
-                arranged_windows(sizes[:, at], rules, strips, labels.take(at)) for at in mine
-            ]
+            windows = [arranged_windows(sizes[:, at], rules, labels.take(at)) for at in mine]
             cuts = [_in_rounds(window, rounds) for window in windows]
         needed = max(map(len, cuts), default=rounds + 1)
         if needed <= rounds:
@@ -462,7 +451,6 @@ def solve(
     ranks: Dealing = _ONE_RANK,
     key: WindowKey | None = None,
     *,
-    strips: int | None = None,
     labels: Labels = NO_LABELS,
     parts: int = 1,
 ) -> Block:
@@ -475,7 +463,6 @@ def solve(
         ranks: that share each window.
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
-        strips: of several axes, see `arrange`; `None`: the best ones for the first window.
         labels: of the samples of a single window.
         parts: number of parts in which a single window is solved, one after the other, if each
             part can be dealt.
@@ -489,15 +476,15 @@ def solve(
     """
     if parts > 1:
         with suppress(UnevenRanksError):
-            part = partial(solve, rules, ranks=ranks, key=key, strips=strips)
+            part = partial(solve, rules, ranks=ranks, key=key)
             return _in_parts(part, sizes, labels, ranks.number, parts)
     packs = rules.packing is not None and labels.groups is None
     first = packs or (labels.units is not None and not labels.whole)
     block = None
     if first and ranks.together > 1:
-        block = _dealt_first(rules, sizes, ranks, strips, labels)
+        block = _dealt_first(rules, sizes, ranks, labels)
     if block is None:
-        block = _cut_first(arranged_windows(sizes, rules, strips, labels, ranks), ranks)
+        block = _cut_first(arranged_windows(sizes, rules, labels, ranks), ranks)
     if key is None:
         return block
     rounds = np.arange(len(block.starts)).reshape(-1, ranks.number)
@@ -582,12 +569,7 @@ def default_window(ranks: int, *, positions: float = math.inf, micro_batches: fl
 
 
 def without_last(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    ranks: Dealing,
-    *,
-    strips: int | None = None,
-    labels: Labels = NO_LABELS,
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Dealing, *, labels: Labels = NO_LABELS
 ) -> npt.NDArray[np.bool_]:
     """Choose the samples that stay when the micro-batch that could still have taken one is dropped.
 
@@ -598,13 +580,12 @@ def without_last(
         rules: of a micro-batch.
         sizes: of the window's samples, shape `(S,)` or `(S, d)`.
         ranks: that share the window.
-        strips: see `solve`.
         labels: see `solve`; without units.
 
     Returns:
         Shape `(S,)`.
     """
-    windows = arranged_windows(sizes[None], rules, strips, labels)
+    windows = arranged_windows(sizes[None], rules, labels)
     starts = windows.cut(np.array([rules.lowered.amount]))[0]
     stops, own = np.append(starts[1:], len(sizes)), windows.sizes[0]
     # Each micro-batch is filled up to its multiple, with copies of the window's smallest sample.

@@ -165,8 +165,8 @@ def plan_step(
     rules = fitted(rules, table.values, order.skipped)
     kept = order.indices((0, 0), 0, len(order))
     values, labels = table.values[kept], order.labels.take(kept)
-    rules, strips = with_least_time(rules, [(values, labels)], ranks, None)
-    block = solve(rules, values[None], ranks, strips=strips, labels=labels)
+    rules = with_least_time(rules, [(values, labels)], ranks)
+    block = solve(rules, values[None], ranks, labels=labels)
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
