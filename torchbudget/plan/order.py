@@ -168,14 +168,6 @@ class Order:
         """Samples to draw from."""
         return self.dataset_length - len(self.skipped)
 
-    def to_index(self, ranks: IntArray) -> IntArray:
-        """The index in the data set of the kept sample number `ranks`; O(log skipped) each."""
-        if not len(self.skipped):
-            return ranks
-        kept_before = self.skipped - np.arange(len(self.skipped))
-        index: IntArray = ranks + np.searchsorted(kept_before, ranks, side="right")
-        return index
-
     def indices(
         self, key: tuple[int, int], start: int, stop: int, turns: Turns | None = None
     ) -> IntArray:
@@ -221,4 +213,7 @@ class Order:
             places = permutation.stretch(start - before, stop - before) + before
         if groups is not None:
             return groups.members[places].astype(np.int64)
-        return places if self.units is not None else self.to_index(places)
+        if self.units is None and len(self.skipped):  # from the number of a kept sample
+            kept_before = self.skipped - np.arange(len(self.skipped))
+            places = places + np.searchsorted(kept_before, places, side="right")
+        return places
