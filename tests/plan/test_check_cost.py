@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.samplers import LENGTHS, TOKENS
 from tests.support.strategies import costs
-from tests.support.streams import Numbered
-from torchbudget import (
-    BudgetedIterableDataset,
-    MemoryBudgetBatchSampler,
-    PaddedCost,
-    plan_step,
-)
+from tests.support.streams import Numbered, make
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost, plan_step
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import CostError
 from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
@@ -105,11 +100,8 @@ def test_a_cost_that_is_none_is_refused(case: str) -> None:
         MemoryBudgetBatchSampler(LENGTHS, cost, 1000)
     with pytest.raises(CostError, match=message):
         plan_step(SIZES, cost, 1000)
-    stream = BudgetedIterableDataset(
-        Numbered(LENGTHS), cost, 1000, size=lambda sample: sample[1], collate_fn=list
-    )
     with pytest.raises(CostError, match=message):
-        next(iter(stream))
+        next(iter(make(Numbered(LENGTHS), cost=cost, budget=1000)))
 
 
 @pytest.mark.parametrize("axes", [1, 2])

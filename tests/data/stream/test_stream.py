@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 
 from tests.fuzzing.streams import StreamCase, limited
 from tests.support.refusals import Refusals
-from tests.support.streams import TOKENS, Numbered, loader_of, numbers, processes_of, size_of
+from tests.support.streams import (
+    TOKENS,
+    Numbered,
+    loader_of,
+    make,
+    numbers,
+    processes_of,
+    size_of,
+)
 from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost
 from torchbudget.errors import (
     BudgetError,
@@ -52,9 +60,7 @@ def test_streams_keep_their_laws(case: StreamCase) -> None:
 
 def test_drop_last_leaves_only_what_is_full() -> None:
     """What could still have taken a sample is dropped at the stream's end, and nowhere else."""
-    options: dict[str, Any] = {"size": size_of, "window": 40, "collate_fn": list}
-    source = Numbered([2] * 103)
-    stream = BudgetedIterableDataset(source, TOKENS, 20, **options, drop_last=True)
+    stream = make(Numbered([2] * 103), budget=20, window=40, drop_last=True)
     assert [len(batch) for batch in stream] == [10] * 10
 
 
@@ -116,9 +122,7 @@ def test_a_predicate_instead_of_a_cost() -> None:
 
 def test_oversize() -> None:
     def stream(oversize: Any) -> BudgetedIterableDataset:
-        return BudgetedIterableDataset(
-            Numbered([3, 50, 4]), TOKENS, 18, size=size_of, oversize=oversize, collate_fn=list
-        )
+        return make(Numbered([3, 50, 4]), budget=18, oversize=oversize)
 
     with pytest.raises(
         OversizeError,
