@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
 from tests.support.costs import READER, measured, two_ways, way
-from tests.support.masked_models import TakesMask, TakesNone
+from tests.support.loading import Graph, TakesMask, TakesNone, joined, padded
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.steps import step_of
@@ -58,24 +58,11 @@ def test_batches_of_slow_steps_are_as_planned() -> None:
     assert max(batch["ids"].numel() for batch in batches) > 60
 
 
-class Graph:
-    def __init__(self, nodes: int, edges: int) -> None:
-        self.x, self.edges = torch.ones(nodes, 2), torch.zeros(edges, 2)
-
-
-def joined(graphs: list[Graph]) -> dict[str, Tensor]:
-    return {k: torch.cat([getattr(one, k) for one in graphs]) for k in ("x", "edges")}
-
-
 def columns() -> Any:
     datasets = pytest.importorskip("datasets")
     return datasets.Dataset.from_dict(
         {"text": ["ab" * n for n in LENGTHS], "input_ids": [[3] * n for n in LENGTHS]}
     )
-
-
-def padded(samples: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
 # A data set, the options that it needs, and the sizes that are found.
