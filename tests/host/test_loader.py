@@ -454,7 +454,6 @@ ANY: Any = tb
 ANY_DICTS: Any = dicts()
 ROWS = [torch.ones(3), torch.ones(5)]
 PAD, PACKED = tb.PadCollate(), tb.MemoryBudgetBatchSampler(LENGTHS, tb.PackedCost(unit_bytes=1), 99)
-OTHER = tb.MemoryBudgetBatchSampler([3, 9, 4], TOKENS, 9)
 REFUSED |= {
     "cost and budget": (
         OptionError,
@@ -516,20 +515,10 @@ REFUSED |= {
         r"must be tensors of shape \(1, …\), got a tensor of shape \(\); pass split_outputs",
         lambda: tb.predict(lambda batch: MODEL(batch.data[..., None]).mean(), ROWS, "2GiB"),
     ),
-    "an iterator": (
-        OptionError,
-        r"a function \(shard, num_shards\) that returns an iterator",
-        lambda: tb.BudgetedIterableDataset(iter(dicts()), TOKENS, 9, size="ids"),
-    ),
     "packed cost in a tracked loop": (
         CollateError,
         "planned without padding, by a PackedCost",
         lambda: [*PACKED.tracked(DataLoader(ANY_DICTS, batch_sampler=PACKED, collate_fn=PAD))],
-    ),
-    "other sizes": (
-        OptionError,
-        "the sampler has 3 sizes, but the data set has 60 samples",
-        lambda: iter(DataLoader(ANY_DICTS, batch_sampler=OTHER)),
     ),
 }
 

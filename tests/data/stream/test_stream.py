@@ -149,7 +149,7 @@ def two(shard: int, num_shards: int) -> Iterator[int]:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "iterator": (iter([1]), {}, OptionError, "used up after one epoch"),
+    "iterator": (iter([1]), {}, OptionError, "used up after one epoch.*that returns an iterator"),
     "samples": (["a", "b"], {}, OptionError, "MemoryBudgetBatchSampler"),
     "no shards": ([], {}, OptionError, "empty"),
     "a file's name": ("texts.jsonl", {}, OptionError, "characters, keys or columns"),
