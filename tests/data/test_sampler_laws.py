@@ -65,6 +65,7 @@ def test_epochs_keep_their_laws(case: Any) -> None:
     those = samplers(sizes, cost, budget, ranks, **options)
     each = options.get("samples_per_step")
     for epoch in range(2):
+        left = those[0].steps_left if "steps_per_epoch" in options else None
         length = REFUSALS.accepted(lambda: len(those[0]), reasons_of(*case))
         is_pass = length is not None and not given_length(options)
         report = those[0].report() if is_pass else None
@@ -103,7 +104,7 @@ def test_epochs_keep_their_laws(case: Any) -> None:
             rounds = [sum(map(len, batches)) for batches in zip(*epochs, strict=True)]
             *full, last = np.add.reduceat(rounds, ends - np.array(steps)).tolist()
             if "steps_per_epoch" in options:
-                assert len(steps) == options["steps_per_epoch"]
+                assert len(steps) == options["steps_per_epoch"] == left
                 if "weights" in options:
                     assert {*full, last} == {each}
                 continue
