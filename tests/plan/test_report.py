@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, reasons_of
+from tests.support.sampler_cases import samplers
 from tests.support.strategies import limits, problems, rules
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 
@@ -39,16 +40,12 @@ def reported(draw: st.DrawFn) -> Any:
         "drop_last": draw(st.booleans()),
         **draw(rules(packed=hasattr(cost, "base_bytes"))),
     }
-    rounded_up = rounded(sizes.max(axis=0).astype(np.int64), options["size_multiple"])
-    options["limits"] = draw(limits(rounded_up, packed=hasattr(cost, "base_bytes")))
+    largest = rounded(sizes.max(axis=0).astype(np.int64), options["size_multiple"])
+    options["limits"] = draw(limits(largest, packed=hasattr(cost, "base_bytes")))
     if "samples_per_step" in options:
         options["samples_per_step"] = min(window, len(sizes))
-    largest = -(-sizes.max(axis=0).astype(np.int64) // 4) * 4
     budget = max(budget, int(cost.batch_bytes(1, largest)))
-    those = [
-        MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=rank, **options)
-        for rank in range(ranks)
-    ]
+    those = samplers(sizes, cost, budget, ranks, **options)
     reasons = reasons_of(sizes, cost, budget, ranks, options)
     if REFUSALS.accepted(those[0].__len__, reasons) is None:
         reject()  # what cannot be drawn has no report
