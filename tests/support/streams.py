@@ -130,7 +130,9 @@ def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> 
     return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=same, **options)
 
 
-def tracked_loop(stream: BudgetedIterableDataset, workers: int, **options: Any) -> Iterator[Any]:
+def tracked_loop(
+    stream: BudgetedIterableDataset, workers: int = 0, **options: Any
+) -> Iterator[Any]:
     """A tracked loop over such a loader."""
     return stream.tracked(loader_of(stream, workers, **options))
 
