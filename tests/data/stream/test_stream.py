@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.fuzzing.streams import StreamCase, limited
-from tests.support.refusals import Refusals
+from tests.support.refusals import REFUSALS
 from tests.support.streams import (
     TOKENS,
     Numbered,
@@ -34,14 +34,6 @@ from torchbudget.errors import (
     OversizeError,
     SampleError,
 )
-
-REFUSALS = Refusals()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def most_cases_are_accepted() -> Iterator[None]:
-    yield
-    REFUSALS.check()
 
 
 @st.composite
