@@ -1,12 +1,16 @@
-"""Hypothesis profiles, and what processes of the tests have imported when they begin."""
+"""Hypothesis profiles, a check of every law, and what processes of the tests have imported."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch.utils.data._utils as loader_utils
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.support.refusals import REFUSALS
 
 settings.register_profile(
     "default",
@@ -35,3 +39,9 @@ loader_utils.MP_STATUS_CHECK_INTERVAL = 1.0
 multiprocessing.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "torchbudget", "tests.support.large_steps"]
 )
+
+
+@pytest.fixture(autouse=True)
+def _most_cases_of_a_law_are_accepted() -> Iterator[None]:
+    yield
+    REFUSALS.check()

@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command, start_command
 from tests.support.costs import measured, two_ways
+from tests.support.sampler_cases import samplers
 from torchbudget import (
     MemoryBudgetBatchSampler,
     MemoryMonitor,
@@ -198,6 +199,12 @@ def report_of(cost: Any = COST, budget: int = 4000, **options: Any) -> Any:
     return MemoryBudgetBatchSampler(SIZES, cost, budget, **options).report()
 
 
+def flags(rules: dict[str, Any]) -> list[str]:
+    """The rules as options of the command."""
+    texts = {name.replace("_", "-"): value for name, value in rules.items()}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in texts.items()]
+
+
 def test_every_rule_reaches_the_sampler(capsys: pytest.CaptureFixture[str]) -> None:
     rules: dict[str, Any] = {
         "window": 300,
@@ -209,9 +216,7 @@ def test_every_rule_reaches_the_sampler(capsys: pytest.CaptureFixture[str]) -> N
         "seed": 7,
     }
     asked = ["--budget", "390", "--ranks", "2", *ASKED[2:], "--json"]
-    for name, value in rules.items():
-        asked += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    assert main(["plan", "sizes.npy", *asked]) == 0
+    assert main(["plan", "sizes.npy", *asked, *flags(rules)]) == 0
     expected = report_of(budget=390, num_replicas=2, rank=0, **rules)
     assert expected.skipped > 0
     found = json.loads(capsys.readouterr().out)
@@ -357,17 +362,11 @@ def read_plan(folder: str, rank: int) -> Any:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_plan_in_files_is_that_of_the_sampler(ranks: int, rules: dict[str, Any]) -> None:
     """Micro-batches and ends of steps, of each rank, in a later epoch too."""
-    rules = dict(rules)
-    budget = rules.pop("budget", 4000)
-    asked = ["plan", "sizes.npy", "--budget", str(budget), *ASKED[2:], "--ranks", str(ranks)]
-    for name, value in rules.items():
-        asked += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    given = {"budget": 4000} | rules
+    asked = ["plan", "sizes.npy", *ASKED[2:], "--ranks", str(ranks), *flags(given)]
     for epoch in (0, 2):
         assert main([*asked, "--epoch", str(epoch), "--out", f"plan-{epoch}"]) == 0
-        for rank in range(ranks):
-            sampler = MemoryBudgetBatchSampler(
-                SIZES, COST, budget, num_replicas=ranks, rank=rank, **rules
-            )
+        for rank, sampler in enumerate(samplers(SIZES, COST, ranks=ranks, **given)):
             sampler.set_epoch(epoch)
             found = read_plan(f"plan-{epoch}", rank)
             assert [indices for indices, _ in found] == list(sampler)

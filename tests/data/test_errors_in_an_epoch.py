@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.support.resuming import as_json
 from tests.support.samplers import forks
-from tests.support.streams import TOKENS, Numbered
+from tests.support.streams import TOKENS, Numbered, make
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler
 from torchbudget.errors import SampleError
 from torchbudget.plan import plan
@@ -74,8 +74,7 @@ def collate(samples: list[Any]) -> list[Any]:
 
 
 def stream_of(collate_fn: Any = collate) -> BudgetedIterableDataset:
-    options = {"size": size, "transforms": [transform], "window": 64}
-    return BudgetedIterableDataset(Source(SIZES), TOKENS, 300, collate_fn=collate_fn, **options)
+    return make(Source(SIZES), size=size, transforms=[transform], collate_fn=collate_fn)
 
 
 Made = tuple[Any, Callable[[], Any]]

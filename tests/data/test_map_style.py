@@ -20,6 +20,7 @@ from torchbudget import (
 from torchbudget.errors import OptionError, SampleError, SizesError
 
 TOKENS = PaddedCost(unit_bytes=1)
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
 class Broken:
@@ -35,7 +36,6 @@ class Broken:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_a_map_style_data_set_is_a_source(workers: int) -> None:
     """Shuffled as a whole; one that cannot be read is skipped and counted, or named."""
     stream = BudgetedIterableDataset(Broken(), TOKENS, 20, window=8, on_error="skip")
@@ -180,7 +180,6 @@ def number(sample: Any) -> int:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [*ITERATED, *INDEXED])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_an_iterable_that_has_an_index_gives_each_sample_once(kind: Any, workers: int) -> None:
     """It is read by the index that agrees with itself and the iteration, else it is iterated."""
     if kind is OfFiles and workers:
@@ -235,7 +234,6 @@ class Rolling:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_a_map_style_data_set_is_told_the_epoch_where_it_is_read(workers: int) -> None:
     """In workers that persist, too, and in a chosen epoch."""
     stream = BudgetedIterableDataset(Rolling(), TOKENS, 20, window=8)

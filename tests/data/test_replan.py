@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -20,21 +19,13 @@ from hypothesis import strategies as st
 from tests.support.costs import measured
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
-from tests.support.refusals import Refusals, reasons_of
+from tests.support.refusals import REFUSALS, reasons_of
 from tests.support.resuming import as_json
 from tests.support.sampler_cases import samplers
 from tests.support.samplers import counted, loader_of, sampler_of
 from tests.support.strategies import problems
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost, TableCost
 from torchbudget.errors import MeasureWarning, OptionError
-
-REFUSALS = Refusals()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def most_cases_are_accepted() -> Iterator[None]:
-    yield
-    REFUSALS.check()
 
 
 def observe_more(cost: MeasuredCost, size: Any, factor: float) -> None:

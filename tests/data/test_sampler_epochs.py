@@ -138,26 +138,3 @@ def test_weights_of_any_kind_are_copied(weights: Any) -> None:
     weights[:150] = [0.0] * 150 if isinstance(weights, list) else 0
     assert [list(sampler) for _ in range(2)] == [list(fresh) for _ in range(2)]
     fresh.load_state_dict(state)
-
-
-def test_epochs_of_steps_go_on_in_the_order() -> None:
-    """Without weights: three epochs of four steps are two passes over 300 samples."""
-    given = {"samples_per_step": 50, "steps_per_epoch": 4}
-    sampler = sampler_of(**given)
-    epochs = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert sampler.steps_left == 4
-        length = len(sampler)
-        epochs.append(list(sampler))
-        assert len(sampler.steps) == 4
-        assert len(epochs[-1]) == length
-    samples = [index for batches in epochs for batch in batches for index in batch]
-    assert len(samples) == 600
-    assert sorted(samples[:300]) == sorted(samples[300:]) == [*range(300)]
-    resumed = sampler_of(**given)
-    begun = list(islice(resumed, 3))
-    other = sampler_of(**given)
-    other.load_state_dict(resumed.state_dict())
-    assert begun + list(other) == epochs[0]
-    assert list(other) == epochs[1]

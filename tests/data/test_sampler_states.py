@@ -141,6 +141,3 @@ def test_a_state_within_a_window_is_small(case: str) -> None:
         check_state_size(json.dumps(state), 32_768)
         again.load_state_dict(as_json(state))
         assert list(again) == list(batches)
-
-
-# ---------------------------------------------------------------------- copies

@@ -27,12 +27,6 @@ Collate = Callable[[list[Any]], Any]
 seeds = pytest.mark.parametrize("seed", range(3))
 
 
-def check_of(sizes: Any, *, packed: bool = False, multiple: int = 1, total: int = 1) -> SizeCheck:
-    unit: Any = 1 if np.ndim(sizes) < 2 else [1, 1]
-    cost = PackedCost(unit_bytes=1, total_multiple=total) if packed else PaddedCost(unit_bytes=unit)
-    return SizeCheck(BatchRules(cost=cost, budget_bytes=100_000, size_multiple=multiple), sizes)
-
-
 def found(
     samples: Sequence[Any],
     sizes: Ints,
@@ -45,13 +39,8 @@ def found(
     **options: Any,
 ) -> list[tuple[type[Warning], str]]:
     """Warnings of an epoch in which each batch is compared with its plan."""
-    if cost is None:
-        pair: Any = [1, 1]
-        cost = (
-            PackedCost(unit_bytes=1)
-            if packed
-            else PaddedCost(unit_bytes=1 if sizes.ndim == 1 else pair)
-        )
+    kind: Any = PackedCost if packed else PaddedCost
+    cost = cost or kind(unit_bytes=1 if sizes.ndim == 1 else [1, 1])
     sampler = MemoryBudgetBatchSampler(sizes, cost, budget, max_batch_size=64, **options)
     multiple = options.get("size_multiple", 1)
     check = SizeCheck(sampler.plan.rules, None if stream else sizes)
@@ -263,7 +252,9 @@ def test_more_room_in_a_row_than_planned_is_noticed(layout: Any) -> None:
         ((1, 1), (1, 64), True),
     ):
         collate = PackCollate(layout=layout, size_multiple=rounded[0], total_multiple=rounded[1])
-        check = check_of(sizes, packed=True, multiple=planned[0], total=planned[1])
+        cost = PackedCost(unit_bytes=1, total_multiple=planned[1])
+        rules = BatchRules(cost=cost, budget_bytes=100_000, size_multiple=planned[0])
+        check = SizeCheck(rules, sizes)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             check.compare(collate(samples), [sizes.sum()], np.arange(50))

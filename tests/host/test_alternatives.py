@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchbudget as tb
+from tests.support.steps import step_of
 from torchbudget.errors import OptionError
 from torchbudget.machine.peaks import peak_memory
 
@@ -69,22 +71,13 @@ def loss_of(model: nn.Module, batch: tb.PaddedBatch) -> Tensor:
 def budget_of(model: Net, data: list[Tensor]) -> int:
     """So many bytes that the longest sample alone has 0.6 of what it needs beside the model."""
     plain = copy.deepcopy(model)
-
-    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-9)
-
-    def step(batch: Any) -> None:
-        loss_of(plain, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = step_of(partial(loss_of, plain), plain, optimizer=partial(torch.optim.SGD, lr=1e-9))
     cost = tb.loader(data, step, "4GiB").batch_sampler.cost  # type: ignore[union-attr]
     least, most = (int(cost.batch_bytes(1, length)) for length in (16, LONGEST))
     return int(least + 0.6 * (most - least))
 
 
-def test_each_batch_is_made_in_the_fastest_way_that_fits(
-    data: list[Tensor],
-) -> None:
+def test_each_batch_is_made_in_the_fastest_way_that_fits(data: list[Tensor]) -> None:
     """Peaks stay within the budget, and the step is that of all samples at once, plain."""
     torch.manual_seed(1)
     model = Net().double()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 import torchbudget as tb
 from tests.support.commands import ROOT, printed_by
 from tests.support.costs import READER, measured, two_ways, way
-from tests.support.masked_models import TakesMask, TakesNone
+from tests.support.loading import Graph, TakesMask, TakesNone, joined, padded
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.steps import step_of
@@ -58,24 +58,11 @@ def test_batches_of_slow_steps_are_as_planned() -> None:
     assert max(batch["ids"].numel() for batch in batches) > 60
 
 
-class Graph:
-    def __init__(self, nodes: int, edges: int) -> None:
-        self.x, self.edges = torch.ones(nodes, 2), torch.zeros(edges, 2)
-
-
-def joined(graphs: list[Graph]) -> dict[str, Tensor]:
-    return {k: torch.cat([getattr(one, k) for one in graphs]) for k in ("x", "edges")}
-
-
 def columns() -> Any:
     datasets = pytest.importorskip("datasets")
     return datasets.Dataset.from_dict(
         {"text": ["ab" * n for n in LENGTHS], "input_ids": [[3] * n for n in LENGTHS]}
     )
-
-
-def padded(samples: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
 # A data set, the options that it needs, and the sizes that are found.
@@ -467,7 +454,6 @@ ANY: Any = tb
 ANY_DICTS: Any = dicts()
 ROWS = [torch.ones(3), torch.ones(5)]
 PAD, PACKED = tb.PadCollate(), tb.MemoryBudgetBatchSampler(LENGTHS, tb.PackedCost(unit_bytes=1), 99)
-OTHER = tb.MemoryBudgetBatchSampler([3, 9, 4], TOKENS, 9)
 REFUSED |= {
     "cost and budget": (
         OptionError,
@@ -529,20 +515,10 @@ REFUSED |= {
         r"must be tensors of shape \(1, …\), got a tensor of shape \(\); pass split_outputs",
         lambda: tb.predict(lambda batch: MODEL(batch.data[..., None]).mean(), ROWS, "2GiB"),
     ),
-    "an iterator": (
-        OptionError,
-        r"a function \(shard, num_shards\) that returns an iterator",
-        lambda: tb.BudgetedIterableDataset(iter(dicts()), TOKENS, 9, size="ids"),
-    ),
     "packed cost in a tracked loop": (
         CollateError,
         "planned without padding, by a PackedCost",
         lambda: [*PACKED.tracked(DataLoader(ANY_DICTS, batch_sampler=PACKED, collate_fn=PAD))],
-    ),
-    "other sizes": (
-        OptionError,
-        "the sampler has 3 sizes, but the data set has 60 samples",
-        lambda: iter(DataLoader(ANY_DICTS, batch_sampler=OTHER)),
     ),
 }
 

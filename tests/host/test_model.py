@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchbudget as tb
+from tests.support.sampler_cases import samplers
 from torchbudget.host.options import (
     HostModel,
     InFlight,
@@ -118,10 +119,7 @@ def test_planned_shapes_are_those_of_the_batches_that_come(axes, ranks, packed) 
     sizes = RNG.integers(1, 60, (700, axes) if axes > 1 else 700)
     padded = tb.PaddedCost(unit_bytes=1 if axes == 1 else [1, 2])
     cost = tb.PackedCost(unit_bytes=1) if packed else padded
-    for rank in range(ranks):
-        sampler = tb.MemoryBudgetBatchSampler(
-            sizes, cost, 900, window=200, num_replicas=ranks, rank=rank
-        )
+    for rank, sampler in enumerate(samplers(sizes, cost, 900, ranks, window=200)):
         found = PlannedShapes.read(sampler.plan, epoch=0, rank=rank)
         batches = [batch for _ in range(3) for batch in sampler]
         for place, batch in enumerate(batches):

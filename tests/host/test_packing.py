@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchbudget as tb
+from tests.support.loading import Graph, joined, padded
 from torchbudget import loader
 from torchbudget.errors import CostError
 from torchbudget.host import loader as loaders
@@ -19,19 +20,6 @@ from torchbudget.host.real_batches import RealBatches
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the cost was traced:torchbudget.errors.MeasureWarning"
 )
-
-
-class Graph:
-    def __init__(self, nodes: int, edges: int) -> None:
-        self.x, self.edges = torch.ones(nodes, 2), torch.zeros(edges, 2)
-
-
-def joined(graphs: list[Graph]) -> dict[str, Tensor]:
-    return {k: torch.cat([getattr(one, k) for one in graphs]) for k in ("x", "edges")}
-
-
-def padded(samples: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
 @pytest.fixture

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sampler_cases import samplers
+from tests.support.samplers import TOKENS, sampler_of
 from tests.support.strategies import problems
-from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
+from torchbudget import PackedCost, plan_step
 from torchbudget.errors import OptionError, OversizeError, UnevenRanksError
 from torchbudget.plan.dealing import Dealing, deal_rounds
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, default_window, rounds_needed, solve
-
-TOKENS = PaddedCost(unit_bytes=1)
 
 
 @given(problems(most=120), st.integers(1, 8), st.booleans(), st.integers(0, 2**32))
@@ -84,9 +83,7 @@ def test_the_default_window(
 
 
 def group_sampler(sizes: Any, groups: Any, ranks: int = 1, **options: Any) -> Any:
-    return MemoryBudgetBatchSampler(
-        sizes, TOKENS, 16_384, groups=groups, num_replicas=ranks, rank=0, **options
-    )
+    return sampler_of(sizes, 16_384, groups=groups, num_replicas=ranks, rank=0, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.costs import Nodes, measured, piece
+from tests.support.sampler_cases import samplers
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost, plan_step
 from torchbudget.cost.protocol import CostModel
 
@@ -36,11 +37,8 @@ def least_total(sizes: Any, most: int, each: int) -> int:
 def slowest(sizes: Any, cap: int, time: CostModel, ranks: int, *, timed: bool, samples: int) -> Any:
     """The time of each step's slowest rank, and all micro-batches."""
     steps, every = [], []
-    for rank in range(ranks):
-        sampler = MemoryBudgetBatchSampler(
-            sizes, TOKENS, cap, samples_per_step=samples, num_replicas=ranks, rank=rank,
-            time=time if timed else None,
-        )  # fmt: skip
+    options = {"samples_per_step": samples, "time": time if timed else None}
+    for sampler in samplers(sizes, TOKENS, cap, ranks, **options):
         number, batches = len(sampler), list(sampler)
         assert len(batches) == number
         each = [int(time.batch_bytes(len(one), sizes[one].max())) for one in batches]
@@ -175,22 +173,13 @@ UNTIMED = measured(pieces=(piece(NODES, BYTES, flops=FLOPS),), largest=(1000,))
 COST = replace(UNTIMED, seconds=SECONDS)
 
 
-def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSampler]:
-    return [
-        MemoryBudgetBatchSampler(
-            sizes, UNTIMED, 2_000_000, num_replicas=ranks, rank=rank, **options
-        )
-        for rank in range(ranks)
-    ]
-
-
 @pytest.mark.parametrize("step", [pytest.param(1024, marks=pytest.mark.slow), None])
 def test_time_is_more_even_than_when_bytes_are_balanced(step: int | None) -> None:
     """Over an epoch of 8 ranks, the slowest rank of each step is nearer to the mean."""
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
     imbalance = {}
     for balance, model in (("cost", None), ("time", COST.time)):
-        ours = samplers(sizes, 8, time=model, samples_per_step=step)
+        ours = samplers(sizes, UNTIMED, 2_000_000, 8, time=model, samples_per_step=step)
         per_rank = []
         for sampler in ours:
             each = [COST.time.batch_bytes(len(batch), sizes[batch].max()) for batch in sampler]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,12 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from tests.support.oracles import bytes_of
-from tests.support.refusals import Refusals, reasons_of
+from tests.support.refusals import REFUSALS, reasons_of
+from tests.support.sampler_cases import samplers
 from tests.support.strategies import limits, problems, rules
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 
 TOKENS = PaddedCost(unit_bytes=1)
-REFUSALS = Refusals()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def most_cases_are_accepted() -> Iterator[None]:
-    yield
-    REFUSALS.check()
 
 
 @st.composite
@@ -39,16 +32,12 @@ def reported(draw: st.DrawFn) -> Any:
         "drop_last": draw(st.booleans()),
         **draw(rules(packed=hasattr(cost, "base_bytes"))),
     }
-    rounded_up = rounded(sizes.max(axis=0).astype(np.int64), options["size_multiple"])
-    options["limits"] = draw(limits(rounded_up, packed=hasattr(cost, "base_bytes")))
+    largest = rounded(sizes.max(axis=0).astype(np.int64), options["size_multiple"])
+    options["limits"] = draw(limits(largest, packed=hasattr(cost, "base_bytes")))
     if "samples_per_step" in options:
         options["samples_per_step"] = min(window, len(sizes))
-    largest = -(-sizes.max(axis=0).astype(np.int64) // 4) * 4
     budget = max(budget, int(cost.batch_bytes(1, largest)))
-    those = [
-        MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=rank, **options)
-        for rank in range(ranks)
-    ]
+    those = samplers(sizes, cost, budget, ranks, **options)
     reasons = reasons_of(sizes, cost, budget, ranks, options)
     if REFUSALS.accepted(those[0].__len__, reasons) is None:
         reject()  # what cannot be drawn has no report

@@ -9,12 +9,6 @@ from itertools import islice
 from typing import Any
 
 Loop = Callable[[Any], Iterable[Any]]
-Save = Callable[[Any, int], Any]
-
-
-def own_state(source: Any, done: int) -> Any:
-    """The state of what is iterated itself, or of a loader that knows it."""
-    return source.state_dict()
 
 
 def as_json(state: Any) -> Any:
@@ -27,28 +21,19 @@ def as_pickle(state: Any) -> Any:
     return pickle.loads(pickle.dumps(state))  # noqa: S301  (our own)
 
 
-def in_parts(
-    make: Callable[[], Any],
-    stops: Iterable[int],
-    *,
-    loop: Loop = iter,
-    save: Save = own_state,
-    file: Callable[[Any], Any] = as_json,
-) -> list[Any]:
+def in_parts(make: Callable[[], Any], stops: Iterable[int], *, loop: Loop = iter) -> list[Any]:
     """All batches of an epoch that is stopped, saved, and loaded into a new source at each stop.
 
     Args:
         make: a new source: a sampler, a stream, a loader, or the iterator of one.
         stops: numbers of batches, each counted from the stop before.
         loop: over a source; yields its batches.
-        save: the state of a source, after so many batches of the present loop.
-        file: the state as it comes back from where it is kept.
     """
     source, batches = make(), []
     for number in stops:
         running = iter(loop(source))
         batches += islice(running, number)
-        state = file(save(source, number))
+        state = as_json(source.state_dict())
         source = make()
         source.load_state_dict(state)
     return batches + list(loop(source))
@@ -58,7 +43,6 @@ def check_every_stop(
     make: Callable[[], Any],
     *,
     loop: Loop = iter,
-    save: Save = own_state,
     file: Callable[[Any], Any] = as_json,
     every: int = 1,
 ) -> list[Any]:
@@ -69,8 +53,7 @@ def check_every_stop(
     Args:
         make: as for `in_parts`.
         loop: likewise.
-        save: likewise.
-        file: likewise.
+        file: the state as it comes back from where it is kept.
         every: go on from one batch in so many.
 
     Returns:
@@ -80,7 +63,7 @@ def check_every_stop(
     source, states = make(), []
     for batch, expected in zip(loop(source), whole, strict=True):
         assert batch == expected
-        states.append(file(save(source, len(states) + 1)))
+        states.append(file(source.state_dict()))
     for done in range(1, len(whole), every):
         source = make()
         source.load_state_dict(states[done - 1])

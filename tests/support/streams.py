@@ -130,7 +130,9 @@ def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> 
     return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=same, **options)
 
 
-def tracked_loop(stream: BudgetedIterableDataset, workers: int, **options: Any) -> Iterator[Any]:
+def tracked_loop(
+    stream: BudgetedIterableDataset, workers: int = 0, **options: Any
+) -> Iterator[Any]:
     """A tracked loop over such a loader."""
     return stream.tracked(loader_of(stream, workers, **options))
 
@@ -146,12 +148,14 @@ def workers_of(state: Any) -> list[dict[str, Any]]:
 SIZES = np.random.default_rng(2).integers(1, 60, 400)
 
 
-def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
-    options = {"size": size_of, "window": 64, "collate_fn": same} | options
-    cost, budget = options.pop("cost", TOKENS), options.pop("budget", 300)
-    if kind == "splits itself":
-        options["split"] = "workers"
-    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), cost, budget, **options)
+def make(source: Any = "iterable", **options: Any) -> BudgetedIterableDataset:
+    """A stream of a source, or of the 400 samples as one of the `KINDS`."""
+    if isinstance(source, str):
+        if source == "splits itself":
+            options["split"] = "workers"
+        source = source_of(source, SIZES, [30, 31, 200])
+    given = {"cost": TOKENS, "budget": 300, "size": size_of, "window": 64, "collate_fn": same}
+    return BudgetedIterableDataset(source, **given | options)
 
 
 def begun_at(done: int, workers: int = 2, **options: Any) -> tuple[list[Any], Any]:

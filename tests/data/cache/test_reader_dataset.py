@@ -27,9 +27,6 @@ from torchbudget.readers import ReaderDataset
 TOKENS = PaddedCost(unit_bytes=1)
 
 
-RATE = 4
-
-
 class Files:
     """Arrays in files of their own, of which each read gives two variants; reads are counted."""
 

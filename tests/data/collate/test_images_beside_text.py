@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from tests.support.images_beside_text import (
     FIELDS,
@@ -16,6 +15,7 @@ from tests.support.images_beside_text import (
     text_with_images,
     vision_model,
 )
+from tests.support.rows import check_as_alone
 from torchbudget import PackCollate
 from torchbudget.errors import OptionError
 from torchbudget.integrations.transformers import check_kept_apart
@@ -35,12 +35,6 @@ def samples_of(model: Any) -> list[dict[str, Tensor]]:
     return [text_with_images(model, images, seed) for seed, images in enumerate(IMAGES)]
 
 
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    found = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("packing", COLLATES, ids=["row", "rounded"])
 def test_logits_and_gradients(attention: str, packing: PackCollate) -> None:
@@ -50,24 +44,7 @@ def test_logits_and_gradients(attention: str, packing: PackCollate) -> None:
     """
     model = vision_model(attention)
     samples = samples_of(model)
-    batch = packing(samples)
-    output = model(**batch)
-    (output.loss * batch["labels"].ne(-100).sum()).backward()
-    together = gradients(model)
-    with torch.no_grad():
-        parts = [(part, model(**part).logits) for part in batch.split(3)]
-    found = [
-        [logits[place] for place in part._known.layouts["input_ids",].places]
-        for part, logits in [(batch, output.logits), *parts]
-    ]
-    whole, of_parts = found[0], [logits for part in found[1:] for logits in part]
-    for sample, logits, of_part in zip(samples, whole, of_parts, strict=True):
-        alone = model(**as_it_comes(sample)).logits[0]
-        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
-        torch.testing.assert_close(of_part, alone, rtol=0, atol=1e-5)
-        cross_entropy(alone[:-1], sample["labels"][1:], reduction="sum").backward()
-    for mine, expected in zip(together, gradients(model), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    check_as_alone(model, samples, packing(samples), 3, as_it_comes)
 
 
 @pytest.mark.parametrize("packing", COLLATES, ids=["row", "rounded"])

@@ -21,12 +21,8 @@ ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        ([1, 2], torch.tensor([1, 2])),
-        ([0.5, 2.0], torch.tensor([0.5, 2.0])),
-        ([True, False], torch.tensor([True, False])),
         ([np.float64(1)], torch.tensor([1], dtype=torch.float64)),
         ([[1, 0.5], [0.25]], torch.tensor([[1, 0.5], [0.25, 0]])),
-        ([[True], []], torch.tensor([[True], [False]])),
         ([[np.int32(1)], [np.int32(2), np.int32(3)]], torch.tensor([[1, 0], [2, 3]])),
         ([[], [[1, 2]]], torch.tensor([[[0, 0]], [[1, 2]]])),
         (

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from tests.support.batches import same as bitwise
+from tests.support.rows import check_as_alone
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost, PadCollate, PaddedCost
 from torchbudget.errors import OptionError
 from torchbudget.integrations.transformers import BudgetTrainerMixin, check_kept_apart
@@ -55,16 +55,8 @@ def samples() -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(1, 97, (n,), generator=generator)} for n in LENGTHS]
 
 
-def of_each(batch: Any, row: Tensor) -> list[Tensor]:
-    """What a model made of each sample in a row."""
-    with_output = type(batch)({**batch, "input_ids": row}, batch._arrangement)
-    return [sample["input_ids"] for sample in with_output.samples()]
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return found
+def by_itself(sample: dict[str, Tensor]) -> dict[str, Any]:
+    return {"input_ids": sample["input_ids"][None], "use_cache": False}
 
 
 @rows
@@ -74,21 +66,7 @@ def test_logits_and_gradients(kind: str, attention: str, options: dict[str, Any]
     """Of one row, and of its parts, they are those of the samples alone: 1e-5 and 1e-4."""
     model = model_of(kind, attention).train()
     batch = PackCollate(layout="transformers", **options)(samples())
-    output = model(**batch)
-    predicted = sum(LENGTHS) - len(LENGTHS)
-    (output.loss * predicted).backward()  # a mean over the labels that are not -100
-    together = gradients(model)
-    with torch.no_grad():
-        parts = [x for part in batch.split(2) for x in of_each(part, model(**part).logits)]
-    whole = of_each(batch, output.logits)
-    for sample, logits, of_part in zip(samples(), whole, parts, strict=True):
-        ids = sample["input_ids"]
-        alone = model(input_ids=ids[None], use_cache=False).logits[0]
-        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
-        torch.testing.assert_close(of_part, alone, rtol=0, atol=1e-5)
-        cross_entropy(alone[:-1], ids[1:], reduction="sum").backward()
-    for mine, expected in zip(together, gradients(model), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    check_as_alone(model, samples(), batch, 2, by_itself)
 
 
 @pytest.mark.parametrize("labelled", [False, True])

@@ -94,12 +94,6 @@ def test_hugging_face_quick_equals_slow(data, rows, key):
     assert_same_both_ways(dataset, key)
 
 
-def test_a_transform_is_measured_and_not_its_column():
-    """What `set_transform` gives is what the model will see."""
-    dataset = example(8).with_transform(lambda batch: {"ids": [v * 2 for v in batch["ids"]]})
-    assert of(dataset, "ids").tolist() == [2 * i for i in range(8)]
-
-
 def test_a_null_is_named_by_its_index_in_the_selection():
     """Where the row stands now; rows that were left out do not matter."""
     rows = [{**example(1)[0], "ids": None if i == 5 else [i]} for i in range(20)]

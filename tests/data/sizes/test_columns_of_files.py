@@ -260,9 +260,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "list<.*fixed_size_list.*expected",
     ),
     "an unknown protocol": (lambda: "nope://a/b.parquet", "nope://a/b.parquet cannot be read"),
-    "a struct": (lambda: write("a.parquet", n=[{"x": 1}]), "type struct"),
     "a map": (lambda: pa.table({"n": pa.array([[("a", 1)]], pa.map_("string", "int8"))}), "map<"),
-    "dates": (lambda: pa.table({"n": pa.array([1], pa.date32())}), "type date32"),
     "categories of polars": (
         lambda: polars(n=["a"]).cast(pytest.importorskip("polars").Categorical),
         "dictionary<values=string_view",

@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.streams import (
-    TOKENS,
-    Numbered,
-    numbers,
-    size_of,
-)
-from torchbudget import BudgetedIterableDataset, transforms
+from tests.support.streams import make, numbers
+from torchbudget import transforms
 from torchbudget.errors import SampleError
-
-SIZES = np.random.default_rng(0).integers(1, 60, 400)
-
-
-def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
-    arguments = {"size": size_of, "window": 64, "collate_fn": list} | options
-    return BudgetedIterableDataset(
-        Numbered(SIZES) if source is None else source, TOKENS, 400, **arguments
-    )
 
 
 def test_passes_that_ranks_cannot_share_are_joined() -> None:
@@ -73,6 +58,6 @@ def test_an_epoch_without_any_sample_is_no_epoch(of: Any, options: dict[str, int
     assert numbers(list(stream)) == list(range(9))
     with pytest.raises(SampleError, match=r"has no samples.* used up after one epoch"):
         list(stream)
-    for source, transform in (([[], []], []), (None, [transforms.keep_if(is_text)])):
+    for source, transform in (([[], []], []), ("iterable", [transforms.keep_if(is_text)])):
         with pytest.raises(SampleError, match="has no samples"):
             list(make(source, transforms=transform, **options))

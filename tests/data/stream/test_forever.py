@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost
+from tests.support.streams import make
+from torchbudget import PadCollate
 from torchbudget.readers import sample_forever
-
-TOKENS = PaddedCost(unit_bytes=1)
 
 
 def test_weights_are_frequencies() -> None:
@@ -25,14 +24,8 @@ def test_weights_are_frequencies() -> None:
 def test_endless_batches(workers: int) -> None:
     """As many batches as asked for, other ones in another epoch, weighted."""
     dataset = [{"x": np.arange(n)} for n in range(1, 50)]
-    stream = BudgetedIterableDataset(
-        sample_forever(dataset, weights=np.arange(49)),
-        TOKENS,
-        500,
-        size="x",
-        batches_per_epoch=30,
-        collate_fn=PadCollate(),
-    )
+    source = sample_forever(dataset, weights=np.arange(49))
+    stream = make(source, budget=500, size="x", batches_per_epoch=30, collate_fn=PadCollate())
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     assert len(loader) == 30
     first = [batch.lengths.tolist() for batch in stream.tracked(loader)]

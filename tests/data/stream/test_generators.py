@@ -12,15 +12,7 @@ import pytest
 import torch
 
 from tests.support.resuming import check_every_stop
-from tests.support.streams import (
-    TOKENS,
-    Numbered,
-    numbers,
-    processes_of,
-    same,
-    size_of,
-    source_of,
-)
+from tests.support.streams import Numbered, make, numbers, processes_of, source_of
 from torchbudget import BudgetedIterableDataset, transforms
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -56,11 +48,8 @@ KINDS = {
 
 
 def stream_of(transform: Any, source: Any = None, **options: Any) -> BudgetedIterableDataset:
-    options = {"size": size_of, "window": 64, "collate_fn": same} | options
     source = Numbered(SIZES) if source is None else source
-    return BudgetedIterableDataset(
-        source, TOKENS, 300, transforms=[transform] if transform else [], **options
-    )
+    return make(source, transforms=[transform] if transform else [], **options)
 
 
 @pytest.mark.parametrize("look_ahead", [None, 40_000])

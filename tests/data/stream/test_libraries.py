@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_pickle, check_every_stop
-from tests.support.streams import TOKENS, same, tracked_loop
+from tests.support.streams import loader_of, make, same, tracked_loop
 from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import OptionError
 
@@ -36,8 +36,7 @@ def numbers(batches: Any) -> list[int]:
 
 
 def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
-    options = {"size": "x", "window": 64, "collate_fn": same} | options
-    return BudgetedIterableDataset(source, TOKENS, 400, **options)
+    return make(source, size="x", budget=400, **options)
 
 
 # ---------------------------------------------------------------------- datasets
@@ -77,9 +76,7 @@ def all_of_them(row: Any) -> bool:
 def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int) -> None:
     """And the rest is the rest, by the data set's state or by skipping through it."""
     stream = stream_of(hugging_face(kind))
-    loader = DataLoader(
-        stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0
-    )
+    loader = loader_of(stream, workers, persistent_workers=workers > 0)
     epochs = []
     for epoch in range(3):
         stream.set_epoch(epoch)

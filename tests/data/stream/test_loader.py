@@ -14,15 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support import streams
 from tests.support.resuming import as_pickle
-from tests.support.streams import (
-    TOKENS,
-    Numbered,
-    numbers,
-    same,
-    shards_of,
-    size_of,
-)
+from tests.support.streams import TOKENS, Numbered, loader_of, numbers, shards_of
 from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import OptionError, SampleError, StateError
 
@@ -32,11 +26,8 @@ SIZES = np.random.default_rng(0).integers(1, 60, 700)
 
 
 def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
-    arguments = {"cost": TOKENS, "budget": 400, "window": 128} | options
-    return BudgetedIterableDataset(
-        Numbered(SIZES) if source is None else source,
-        **({"size": size_of, "collate_fn": same} | arguments),
-    )
+    source = Numbered(SIZES) if source is None else source
+    return streams.make(source, **{"budget": 400, "window": 128} | options)
 
 
 def stacked(samples: Any) -> Any:
@@ -50,13 +41,7 @@ def stacked(samples: Any) -> Any:
 def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
     """Three epochs with `set_epoch`, each of all samples once, and each another order."""
     stream = make(shards_of(SIZES, [100, 350, 360]) if sharded else None)
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=2,
-        persistent_workers=True,
-        multiprocessing_context=context,
-    )
+    loader = loader_of(stream, 2, persistent_workers=True, multiprocessing_context=context)
     epochs = []
     for epoch in range(3):
         stream.set_epoch(epoch)
@@ -201,12 +186,6 @@ def test_sources_that_break() -> None:
         list(make(Broken()))
     with pytest.raises(SampleError, match=r"shard 0, cannot be read: FileNotFoundError"):
         list(make([Path("/no/such/shard").open]))
-
-
-# ---------------------------------------------------------------------- bytes
-
-
-# ---------------------------------------------------------------------- ranks
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from torchbudget import BudgetedIterableDataset, PaddedCost
+from tests.support import streams
+from torchbudget import BudgetedIterableDataset
 from torchbudget.readers import sample_forever
 
-TOKENS = PaddedCost(unit_bytes=1)
 SAMPLES = [[number] * (number % 7 + 1) for number in range(300)]
 
 
@@ -52,9 +52,7 @@ class Drawing(Counting):
 def make(source: Any, **options: Any) -> BudgetedIterableDataset:
     if not isinstance(source, Counting):
         options["batches_per_epoch"] = 300  # beyond what is drawn at once
-    return BudgetedIterableDataset(
-        source, TOKENS, 60, size=len, window=21, collate_fn=list, **options
-    )
+    return streams.make(source, budget=60, size=len, window=21, collate_fn=list, **options)
 
 
 def forever() -> Any:

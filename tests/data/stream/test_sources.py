@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_pickle, check_every_stop
-from tests.support.streams import TOKENS, same, tracked_loop
+from tests.support.streams import TOKENS, make, same, tracked_loop
 from torchbudget import BudgetedIterableDataset
 
 N = 60
@@ -163,9 +163,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_sources_are_closed(how: str, options: dict[str, Any]) -> None:
     """At once where an epoch is broken off, without a collection of cycles."""
     source = Opened()
-    stream = BudgetedIterableDataset(
-        source, TOKENS, 60, size=len, window=16, collate_fn=list, **options
-    )
+    stream = make(source, budget=60, size=len, window=16, collate_fn=list, **options)
     loader = DataLoader(stream, batch_size=None)
     gc.disable()
     try:

@@ -18,8 +18,6 @@ from tests.support.streams import (
     begun_at,
     loader_of,
     make,
-    same,
-    size_of,
     source_of,
     tracked_loop,
     workers_of,
@@ -32,9 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 
 def stream_of(kind: str, sizes: Any = SIZES, **options: Any) -> BudgetedIterableDataset:
-    arguments = {"cost": TOKENS, "budget": 300, "size": size_of, "window": 64, "collate_fn": same}
-    arguments["shuffle"] = kind != "map"
-    return BudgetedIterableDataset(source_of(kind, sizes, []), **arguments | options)
+    return make(source_of(kind, sizes, []), shuffle=kind != "map", **options)
 
 
 def shorter(sample: Any) -> Any:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from torchbudget import BudgetedIterableDataset, PaddedCost, transforms
+from tests.support.streams import make
+from torchbudget import transforms
 from torchbudget.errors import OptionError, SampleError
-
-TOKENS = PaddedCost(unit_bytes=1)
 
 
 class Pair(NamedTuple):
@@ -49,10 +48,7 @@ def test_each_does_what_it_says(case: str) -> None:
             found = one(sample)
             assert found == expected
             assert type(found) is type(expected)
-    stream = BudgetedIterableDataset(
-        [[sample]], TOKENS, 9, size=always_one, transforms=[transform], collate_fn=list
-    )
-    assert list(stream) == [[expected]]
+    assert list(make([[sample]], size=always_one, transforms=[transform])) == [[expected]]
 
 
 def always_one(sample: Any) -> int:
@@ -64,9 +60,7 @@ def uniform() -> float:
 
 
 def draws(transform: Any, n: int = 2000, **options: Any) -> list[Any]:
-    stream = BudgetedIterableDataset(
-        [range(n)], TOKENS, n, size=always_one, transforms=[transform], collate_fn=list, **options
-    )
+    stream = make([range(n)], size=always_one, transforms=[transform], **options)
     return [one for batch in stream for one in batch]
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from tests.support import streams
 from tests.support.costs import measured
@@ -30,6 +29,7 @@ from tests.support.rank_scripts import error_of, join
 from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
 from tests.support.steps import step_of
 from tests.support.streams import make
+from tests.support.streams import tracked_loop as tracked
 from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudget,
@@ -90,10 +90,6 @@ def mixed(share: float) -> dict[str, Any]:
 def streamed(source: Any = None, cost: Any = TOKENS, budget: Any = 2000, **options: Any) -> Any:
     source = Texts() if source is None else source
     return BudgetedIterableDataset(source, cost, budget, size=len, collate_fn=list, **options)
-
-
-def tracked(stream: Any, workers: int = 0, **options: Any) -> Any:
-    return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers, **options))
 
 
 def at_epoch(source: Any, epoch: int) -> Any:
@@ -248,11 +244,8 @@ def missing() -> str:
 
 def start_late(state: str, streamed_state: str) -> dict[str, Any]:
     """Samplers and streams that were made, begun or loaded before their ranks started."""
-
-    def stream_loader(workers: int, **options: Any) -> Any:
-        return DataLoader(make("shards", **options), batch_size=None, num_workers=workers)
-
-    several = [stream_loader(n) for n in (0, 2)] + [stream_loader(2, split="ranks", uneven=True)]
+    several = [streams.loader_of(make("shards"), workers) for workers in (0, 2)]
+    several += [streams.loader_of(make("shards", split="ranks", uneven=True), 2)]
     begun_stream, resumed_stream = make("shards"), make("shards")
     waiting = make("shards", split="ranks")
     next(iter(begun_stream))
@@ -296,7 +289,7 @@ def spawn() -> list[list[int]]:
     shards = [[[number] for number in range(start, 60, 4)] for start in range(4)]
     stream = BudgetedIterableDataset(shards, TOKENS, 8, size=len, collate_fn=streams.same)
     join()
-    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = streams.loader_of(stream, 1, multiprocessing_context="spawn")
     return [[number for (number,) in batch] for batch in loader]
 
 

@@ -1,4 +1,4 @@
-"""Models that take a mask of padding, or do not, and steps of them."""
+"""What users give to `loader`: samples, collates of their own, and models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+class Graph:
+    """No mapping and no tuple, as the samples of graph libraries."""
+
+    def __init__(self, nodes: int, edges: int) -> None:
+        self.x, self.edges = torch.ones(nodes, 2), torch.zeros(edges, 2)
+
+
+def joined(graphs: list[Graph]) -> dict[str, Tensor]:
+    return {k: torch.cat([getattr(one, k) for one in graphs]) for k in ("x", "edges")}
+
+
+def padded(samples: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
 class TakesMask(nn.Module):
