@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tests.support.costs import Nodes, measured, piece
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost, load_cost
-from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.pieces import Grid, Probe
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.peaks import Peak
@@ -447,14 +446,6 @@ def test_bounds_hold(data: st.DataObject) -> None:
     bound = rows[0] + n * rows[1] + n**2 * rows[2]
     shapes = np.stack(np.broadcast_arrays(n, size), axis=-1).reshape(-1, 2)
     assert (bound.ravel() >= one.bytes_at(shapes)).all()
-
-
-def test_a_third_power_of_n_is_refused() -> None:
-    nodes = Nodes()
-    n = nodes.make("symbol", 0)
-    one = piece(nodes, nodes.make("Mul", n, n, n))
-    with pytest.raises(UntraceableError, match="no polynomial"):
-        one.in_n(np.array([[1]]))
 
 
 @given(st.floats(0, 10), st.integers(1, 3))
