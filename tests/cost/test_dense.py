@@ -372,14 +372,10 @@ STATES = {
     "sgd": (lambda p: O.SGD(p, lr=0.1), 0),
     "momentum": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), 1),
     "adam": (O.Adam, 2),
-    "adamw": (O.AdamW, 2),
     "amsgrad": (lambda p: O.AdamW(p, amsgrad=True), 3),
     "fused": (lambda p: O.Adam(p, fused=True), 2),
     "adagrad": (O.Adagrad, 1),
-    "rmsprop": (O.RMSprop, 1),
-    "rmsprop_all": (lambda p: O.RMSprop(p, momentum=0.9, centered=True), 3),
-    "adadelta": (O.Adadelta, 2),
-    "adamax": (O.Adamax, 2),
+    "rmsprop": (lambda p: O.RMSprop(p, momentum=0.9, centered=True), 3),
     "factored": (O.Adafactor, 0),
 }
 
