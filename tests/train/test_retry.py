@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,7 +45,6 @@ from torchbudget.train.batches import check_splittable, halves, moved, num_sampl
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 def test_a_failed_allocation_is_undone(tmp_path: Path) -> None:
     """In forward or backward: each sample counts once, and the steps are the same.
 
