@@ -25,9 +25,6 @@ settings.register_profile(
 )
 # As many cases as by default, but others each time.
 settings.register_profile("random", parent=settings.get_profile("default"), derandomize=False)
-settings.register_profile(
-    "quick", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
-)
 settings.load_profile(os.environ.get("TORCHBUDGET_HYPOTHESIS", "default"))
 
 # Errors that a test keeps leave loaders to the garbage collector, whose workers do not learn that

@@ -191,18 +191,6 @@ def test_a_budget_states_something_by_name():
         MemoryBudget(GiB(8))
 
 
-def test_replace_reads_amounts_as_the_constructor_does():
-    budget = dataclasses.replace(MemoryBudget(device="8GiB"), host="16GiB")
-    assert budget == MemoryBudget(device="8GiB", host="16GiB")
-    with pytest.raises(BudgetError, match="device must be above 0 bytes"):
-        dataclasses.replace(budget, device=0)
-
-
-def test_a_budget_reads_well():
-    assert str(MemoryBudget(device="8GiB")) == "device 8 GiB"
-    assert str(MemoryBudget(host=1500, shared="64MiB")) == "host 1.46 KiB, shared 64 MiB"
-
-
 @pytest.mark.parametrize("amount", [8192, np.int32(8192), "8192", "8 KiB"])
 def test_of_an_amount_is_the_devices(amount):
     assert MemoryBudget.of(amount) == MemoryBudget(device=8192)

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import re
@@ -54,9 +53,8 @@ def test_a_budget_below_the_model_names_what_the_model_needs(too_small, model_by
 def test_all_runs_stay_within_the_budget_and_ours_pads_less(model_bytes, tmp_path):
     """The real peaks, as the kernel counted them, are below what the command line states."""
     picture, numbers = tmp_path / "batches.png", tmp_path / "numbers.json"
-    plotted = ("--plot", picture) if importlib.util.find_spec("matplotlib") else ()
     budget_bytes = model_bytes + MiB(64)
-    done = compared(*SMALL, "--budget", budget_bytes, "--json", numbers, *plotted)
+    done = compared(*SMALL, "--budget", budget_bytes, "--json", numbers, "--plot", picture)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("the same training under four kinds of batches")
 
@@ -73,10 +71,9 @@ def test_all_runs_stay_within_the_budget_and_ours_pads_less(model_bytes, tmp_pat
         assert float(share) <= 1
     for name in ("micro-batches", "fill of the budget", "held-out loss", "tokens/s"):
         assert len(table[name]) == 4
-    if plotted:
-        drawn = picture.read_bytes()
-        assert drawn.startswith(PNG)
-        assert len(drawn) > 20_000
+    drawn = picture.read_bytes()
+    assert drawn.startswith(PNG)
+    assert len(drawn) > 20_000
 
 
 def test_a_missing_extra_is_named_before_the_training(tmp_path):
@@ -230,10 +227,9 @@ def test_ranks_train_and_go_on(tmp_path):
 def test_a_measured_model_keeps_its_budget(tmp_path):
     """Every step's real peak is below the budget, and the table says so."""
     picture = tmp_path / "peaks.png"
-    plotted = ("--plot", picture) if importlib.util.find_spec("matplotlib") else ()
     printed = example(
-        "measure_model", "--samples", 64, "--max-length", 200, "--budget", "520MiB", *plotted
-    )
+        "measure_model", "--samples", 64, "--max-length", 200, "--budget", "520MiB",
+        "--plot", picture,
+    )  # fmt: skip
     assert float(re.search(r"highest peak / budget: ([\d.]+)", printed)[1]) <= 1
-    if plotted:
-        assert picture.read_bytes().startswith(PNG)
+    assert picture.read_bytes().startswith(PNG)

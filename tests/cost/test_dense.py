@@ -119,15 +119,11 @@ def test_without_a_module_a_sample_is_its_input_and_target():
     cost = DenseCost.of((3, 32, 32), (), torch.float16, output_dtype=torch.int64)
     assert cost.sample_bytes == cost.host_sample_bytes == 3 * 32 * 32 * 2 + 8
     assert (cost.fixed_bytes, cost.floor_bytes, cost.variants_per_read) == (0, 0, 1)
+    assert DenseCost.of([], (1,)).host_sample_bytes == 8  # a scalar and a number
 
 
-@pytest.mark.parametrize(
-    "shape", [5, None, (0,), (-1, 2), (1.5,), "abc", [[1], 2], [[]][1:], [[[1]]]]
-)
+@pytest.mark.parametrize("shape", [5, None, (0,), (-1, 2), (1.5,), "abc", [[1], 2], [[[1]]]])
 def test_what_is_no_shape_is_refused(shape):
-    if shape == []:
-        assert DenseCost.of(shape, (1,)).host_sample_bytes == 8  # a scalar
-        return
     with pytest.raises(CostError, match="input_shape"):
         DenseCost.of(shape, (1,))
 
@@ -372,14 +368,10 @@ STATES = {
     "sgd": (lambda p: O.SGD(p, lr=0.1), 0),
     "momentum": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), 1),
     "adam": (O.Adam, 2),
-    "adamw": (O.AdamW, 2),
     "amsgrad": (lambda p: O.AdamW(p, amsgrad=True), 3),
     "fused": (lambda p: O.Adam(p, fused=True), 2),
     "adagrad": (O.Adagrad, 1),
-    "rmsprop": (O.RMSprop, 1),
-    "rmsprop_all": (lambda p: O.RMSprop(p, momentum=0.9, centered=True), 3),
-    "adadelta": (O.Adadelta, 2),
-    "adamax": (O.Adamax, 2),
+    "rmsprop": (lambda p: O.RMSprop(p, momentum=0.9, centered=True), 3),
     "factored": (O.Adafactor, 0),
 }
 

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support import oracles
-from tests.support.strategies import formulas
+from tests.support.strategies import formulas, tables
 from torchbudget import CostModel, MemoryBudgetBatchSampler, PackedCost, PaddedCost, TableCost
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import CostError, CostOverflowError
@@ -320,24 +320,16 @@ def test_an_additive_cost_has_both_parts() -> None:
 # ---------------------------------------------------------------------- a table of measured batches
 
 
-tables = st.lists(
-    st.tuples(st.integers(1, 100), st.integers(1, 500), st.integers(1, 10**9)),
-    min_size=1,
-    max_size=9,
-)
-
-
-@given(tables, st.integers(1, 500), st.integers(0, 10**10))
-def test_a_table_is_exact_and_monotone(rows: Any, size: int, budget: int) -> None:
+@given(tables(), st.integers(1, 500), st.integers(0, 2 * 10**6))
+def test_a_table_is_exact_and_monotone(table: TableCost, size: int, budget: int) -> None:
     """And predicts nothing for batches that no measured one covers."""
-    n, sizes, peaks = zip(*rows, strict=True)
-    table = TableCost(numbers=n, sizes=tuple((s,) for s in sizes), peak_bytes=peaks)
     fits = int(table.capacity(size, budget))
     assert fits == 0 or table.batch_bytes(fits, size) <= budget
     assert table.batch_bytes(fits + 1, size) > budget
-    covering = [p for m, s, p in rows if m >= 7 and s >= size]
+    rows = zip(table.numbers, table.sizes, table.peak_bytes, strict=True)
+    covering = [peak for n, [length], peak in rows if n >= 7 and length >= size]
     assert table.batch_bytes(7, size) == min(covering, default=MAX_BYTES)
-    lengths = np.arange(1, max(sizes) + 9)
+    lengths = np.arange(1, max(table.sizes)[0] + 9)
     assert (np.diff(table.batch_bytes(np.arange(1, 200), size) - MAX_BYTES) >= 0).all()
     assert (np.diff(table.batch_bytes(7, lengths) - MAX_BYTES) >= 0).all()
 

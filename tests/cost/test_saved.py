@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +155,6 @@ MODULE = "tests.support.script_epoch"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
 @pytest.mark.parametrize(
     ("name", "how"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tests.support.live_bytes import allocated
-from tests.support.steps import SGD, Step, step_of
-from torchbudget import MeasuredCost, measure_cost, memory_summary, trace_peak_bytes
+from tests.support.steps import SGD, Step, measured_with, step_of
+from torchbudget import measure_cost, memory_summary, trace_peak_bytes
 from torchbudget.distributed import part_bytes, plain_parts
 from torchbudget.errors import CostError
-from torchbudget.machine.process_tree import process_memory
 
 WIDTH = 64
 
@@ -94,12 +94,6 @@ def batch_for(model: nn.Module, n: int, size: int) -> torch.Tensor:
     return torch.ones(n, size, WIDTH)
 
 
-def measured(model: nn.Module, step: Any, method: Any) -> MeasuredCost:
-    budget = process_memory().resident_bytes + 200 * 2**20
-    make = lambda n, size: batch_for(model, n, size)  # noqa: E731
-    return measure_cost(step, make, max_size=100, method=method, budget=budget)
-
-
 def dense(tensor: torch.Tensor) -> list[torch.Tensor]:
     is_sparse = tensor.layout is not torch.strided
     return [one.clone() for one in ([tensor.to_dense()] if is_sparse else plain_parts(tensor))]
@@ -130,7 +124,7 @@ def test_measuring_leaves_the_parts_as_they_were(name: str, runs: bool) -> None:
     step, tensors = squared(model), [*model.parameters(), *model.buffers()]
     before = [dense(one) for one in tensors]
     if runs:
-        measured(model, step, "auto")
+        measured_with(200, step, partial(batch_for, model), max_size=100)
     else:
         with suppress(CostError):  # sparse outputs are not traced
             trace_peak_bytes(step, batch_for(model, 8, 100))
@@ -147,10 +141,9 @@ def test_a_jagged_batch() -> None:
         rows = [torch.ones(size, WIDTH) for _ in range(n)]
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
-    budget = process_memory().resident_bytes + 50 * 2**20
     with pytest.raises(CostError, match="fake tensors"):
         measure_cost(step, make, max_size=50, method="trace")
-    cost = measure_cost(step, make, max_size=50, budget=budget)
+    cost = measured_with(50, step, make, max_size=50)
     assert any(note.startswith("only run") for note in cost.notes)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from tests.support.batches import tensors_of
 from torchbudget import (
     BudgetedIterableDataset,
     PackCollate,
@@ -27,10 +27,6 @@ pytestmark = [
 SAMPLES = [{"x": torch.arange(1000.0 + 37 * i), "y": i, "s": "text"} for i in range(64)]
 
 
-def tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(batch.data) if isinstance(leaf, torch.Tensor)]
-
-
 @pytest.mark.parametrize("as_tuples", [False, True])
 @pytest.mark.parametrize(
     ("collate", "kind"), [(PadCollate(), PaddedBatch), (PackCollate(), PackedBatch)]
@@ -45,12 +41,12 @@ def test_batches_are_pinned_and_keep_their_type(collate: Any, kind: type, as_tup
     for at, batch in enumerate(loader):
         expected = collate(samples[8 * at : 8 * at + 8])
         assert isinstance(batch, kind)
-        assert all(tensor.is_pinned() for tensor in tensors(batch))
+        assert all(tensor.is_pinned() for tensor in tensors_of(batch))
         moved = batch.to("cuda", non_blocking=True)
-        assert all(tensor.is_cuda for tensor in tensors(moved))
-        assert all(tensor.is_cuda for tensor in tensors(collate(moved.samples())))
+        assert all(tensor.is_cuda for tensor in tensors_of(moved))
+        assert all(tensor.is_cuda for tensor in tensors_of(collate(moved.samples())))
         back = moved.to("cpu", non_blocking=True)  # which waits
-        assert all(map(torch.equal, tensors(back), tensors(expected)))
+        assert all(map(torch.equal, tensors_of(back), tensors_of(expected)))
         assert batch.lengths.tolist() == expected.lengths.tolist()
 
 
@@ -69,7 +65,7 @@ def test_batches_of_a_tracked_stream_are_pinned() -> None:
     whole = [batch.lengths.tolist() for batch in loop(made())]
     running = made()
     for done, batch in enumerate(loop(running), 1):
-        assert all(tensor.is_pinned() for tensor in tensors(batch))
+        assert all(tensor.is_pinned() for tensor in tensors_of(batch))
         if done % 4 == 1:
             following = made()
             following.load_state_dict(running.state_dict())

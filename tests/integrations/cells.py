@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.rank_scripts import tell
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost
 
 gc.freeze()  # frameworks collect after each training, which takes 0.3 s for what is imported by now
@@ -128,5 +126,4 @@ def story(part: Part, stops: Sequence[Sequence[int | None]] = STOPS) -> dict[str
 def write_cells(settings: dict[str, Callable[[str, int], Any]]) -> None:
     """Run each setting in each cell, and write what comes of it as this rank's result."""
     cells = CELLS[int(os.environ["WORLD_SIZE"])]
-    found = {name: [run(*cell) for cell in cells] for name, run in settings.items()}
-    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    tell({name: [run(*cell) for cell in cells] for name, run in settings.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -116,8 +115,7 @@ FRAMEWORKS = ["accelerate", "lightning", "transformers", "torch.distributed.chec
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(framework: str, tmp_path: Path) -> None:
     """To the last digit: it takes the same steps of the same samples."""
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed")
+    pytest.importorskip(framework)
     name = framework.removeprefix("torch.").replace(".", "_")
     path = ROOT / "examples" / f"with_{name}.py"
 

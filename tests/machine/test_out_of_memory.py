@@ -7,7 +7,6 @@ here; those of torch's allocator on the CPU and of oneDNN are raised by them.
 from __future__ import annotations
 
 import resource
-import sys
 
 import pytest
 import torch
@@ -70,7 +69,6 @@ def train_under_limits() -> None:
     print(*sorted(seen))  # noqa: T201
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 @pytest.mark.slow
 def test_what_onednn_says_under_a_limit() -> None:
     """An LSTM under limits of the data segment: whoever fails, it is recognised."""

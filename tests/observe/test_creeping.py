@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -51,7 +50,6 @@ def train(monitored: bool, path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 def test_a_leak_under_a_hard_limit(tmp_path: Path) -> None:
     """30 % of the budget leaks under a limit of 10 % more than it: alone the training dies.
 

@@ -18,7 +18,8 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,17 @@ from tests.support.commands import printed_by
 
 # The last line of every script, while its models and its group are alive.
 END = "\nfrom tests.support.ranks import leave\n\nleave()\n"
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, for what cannot be wrapped without one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        gc.collect()  # a reducer must not outlive its group
+        dist.destroy_process_group()
 
 
 def leave() -> NoReturn:

@@ -17,7 +17,6 @@ MakeBatch: TypeAlias = Callable[[int, Any], Batch]
 MakeOptimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 VOCABULARY, WIDTH = 500, 64
-MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3)
 FOREACH: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 
@@ -291,7 +290,6 @@ def graphs(most_nodes: int = 120, most_edges: int = 260) -> Training:
 
 CASES: dict[str, Callable[[], Training]] = {
     "encoder, fused attention": transformer,
-    "encoder, momentum": partial(transformer, MOMENTUM),
     "encoder, foreach": partial(transformer, FOREACH),
     "encoder, bfloat16": partial(transformer, autocast=True),
     "encoder, checkpointed": partial(transformer, checkpointed=True),

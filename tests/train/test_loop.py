@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.support.fake_device import FakeDevice, put_in_place
+from tests.support.ranks import group_of_one
 from tests.support.training_cases import CASES
 from tests.support.training_cases import tokens as texts
 from tests.support.trainings import Training, loss_of, samples, tokens
@@ -71,18 +70,15 @@ class LossWithHead(nn.Module):
         return self.head(model(batch)).square().sum()
 
 
-@pytest.mark.parametrize("kind", ["module", "function", "method"])
-def test_an_evaluation_trains_nothing_that_the_criterion_has(kind: str) -> None:
-    """Its modules are in evaluation mode, too: dropped nothing, and kept their statistics."""
+def test_an_evaluation_trains_nothing_that_the_criterion_has() -> None:
+    """Its modules are in evaluation mode, too: dropped nothing, and kept their statistics.
+
+    They are found as those of `predict`, in functions of any kind.
+    """
     model, loss = nn.Linear(3, 3), LossWithHead()
-    criterion = {
-        "module": loss,
-        "function": lambda m, batch: loss.head(m(batch)).square().sum(),
-        "method": loss.forward,
-    }[kind]
     batch = torch.randn(8, 3)
     before = {name: value.clone() for name, value in loss.state_dict().items()}
-    found = evaluate(model, [batch], criterion)
+    found = evaluate(model, [batch], lambda m, batch: loss.head(m(batch)).square().sum())
     torch.testing.assert_close(loss.state_dict(), before, rtol=0, atol=0)
     assert all(part.training for part in loss.modules())
     loss.eval()
@@ -132,11 +128,9 @@ def test_a_loop_that_ends_before_the_epoch_is_an_error(loop: str, kind: str, wor
         loops[loop]()
 
 
-def test_an_evaluation_leaves_ddp_as_it_was(tmp_path: Path) -> None:
+def test_an_evaluation_leaves_ddp_as_it_was() -> None:
     """It broadcasts no buffers meanwhile, and does so again afterwards, if it did."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with group_of_one():
         for before in (True, False):
             model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
             model.require_forward_param_sync = before
@@ -149,8 +143,6 @@ def test_an_evaluation_leaves_ddp_as_it_was(tmp_path: Path) -> None:
             evaluate(model, [torch.randn(8, 3)], loss_of_rows)
             assert during == [False]
             assert model.require_forward_param_sync == before
-    finally:
-        dist.destroy_process_group()
 
 
 def test_tensors_and_a_last_incomplete_step() -> None:

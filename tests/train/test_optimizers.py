@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -23,6 +21,7 @@ from tests.support.large_steps import (
     parts_of,
     sgd,
 )
+from tests.support.ranks import group_of_one
 from torchbudget import GradAccumulator, fit, memory_summary
 from torchbudget.errors import ForeignStepWarning, OptionError
 
@@ -82,26 +81,18 @@ OVERFLOWING = {
 }
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process, which FSDP's scaler sums over."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", OVERFLOWING, ids=str)
 def test_what_only_the_weight_makes_infinite_is_not_stepped_with(dtype: torch.dtype) -> None:
     """Of every dtype that may be scaled. The scale is not lowered, which could not help."""
     kind = ShardedGradScaler if dtype is torch.float16 else torch.amp.GradScaler
-    scaler = kind("cpu", init_scale=1.0, growth_interval=9)
     gradient, weight = OVERFLOWING[dtype]
-    for _ in range(3):
-        assert stepped(gradient, weight, dtype, scaler) == (True, True)
-    # What is large, and finite, is stepped with.
-    assert stepped(gradient / 4, 1.0, dtype, scaler) == (False, True)
-    assert scaler.get_scale() == 1
+    with group_of_one():  # which FSDP's scaler sums over
+        scaler = kind("cpu", init_scale=1.0, growth_interval=9)
+        for _ in range(3):
+            assert stepped(gradient, weight, dtype, scaler) == (True, True)
+        # What is large, and finite, is stepped with.
+        assert stepped(gradient / 4, 1.0, dtype, scaler) == (False, True)
+        assert scaler.get_scale() == 1
 
 
 @pytest.mark.parametrize("max_norm", [None, math.inf])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration
@@ -23,12 +22,12 @@ from tests.integrations.cells import (
     story,
     write_cells,
 )
+from tests.support.rank_scripts import join
 from torchbudget.errors import OptionError, ShardedTwiceError
 from torchbudget.integrations.accelerate import prepare
 
-dist.init_process_group("gloo")
 folder, numbers = Path(sys.argv[1]), itertools.count()
-rank, ranks = dist.get_rank(), dist.get_world_size()
+rank, ranks = join()
 STATEFUL = {"use_stateful_dataloader": True}
 OTHERS = {"even_batches": False, "split_batches": True, "dispatch_batches": True, "data_seed": 1}
 OTHERS |= {"use_seedable_sampler": True, "non_blocking": True}

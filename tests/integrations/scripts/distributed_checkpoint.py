@@ -1,6 +1,5 @@
 """A rank that saves its position with torch.distributed.checkpoint, or goes on from it."""
 
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -12,10 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.support import samplers, streams
+from tests.support.rank_scripts import join, tell
 from tests.support.streams import make
 
-folder, files, saves = sys.argv[1:]
-dist.init_process_group("gloo")
+_, files, saves = sys.argv[1:]
+join()
 KINDS: dict[str, Any] = {
     "sampler": partial(samplers.sampler_of, samples_per_step=50),
     "none": make,
@@ -52,4 +52,4 @@ found = {}
 for kind, workers in product(KINDS, (0, 2)):
     found[f"{kind}, {workers}"] = (save if saves == "True" else load)(kind, workers)
     dist.barrier()
-Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+tell(found)

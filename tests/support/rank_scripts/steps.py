@@ -26,10 +26,12 @@ from tests.support.accumulation import Accumulation
 from tests.support.large_steps import (
     OPTIMIZERS,
     Data,
+    accumulate,
     difference,
     large_step,
     loss_sum,
     make_model,
+    parts_of,
     sgd,
 )
 from tests.support.rank_scripts import error_of, join
@@ -50,15 +52,6 @@ def cases(*names: str) -> dict[str, Any]:
     return {name: globals()[name]() for name in names}
 
 
-def piece_of(data: Data, start: int, size: int) -> Data:
-    return data[list(range(start, start + size))]
-
-
-def take(accumulator: GradAccumulator, model: Any, piece: Data, **options: Any) -> None:
-    with accumulator.micro_batch(weight=piece.weight, **options):
-        accumulator.backward(loss_sum(model, piece))
-
-
 # ---------------------------------------------------------------------- DDP and plain modules
 
 
@@ -74,8 +67,7 @@ def early() -> Any:
     for step in range(4):
         mine = slice(2 * step, 2 * step + 2)
         large_step(large, theirs, joined([one for of_rank in pieces for one in of_rank[mine]]))
-    for piece in pieces[rank]:
-        take(accumulator, model, piece)
+    accumulate(accumulator, model, pieces[rank])
     accumulator.flush()
     return difference(model.module, large), accumulator.last.number
 
@@ -163,7 +155,7 @@ def subgroups() -> Any:
     losses = [loss_sum(lambda x, own=own: large(x) * own, piece) for own, piece in pairs]
     (sum(losses) / weight).backward()
     torch.optim.SGD([*large.parameters(), *owns], lr=0.1).step()
-    take(accumulator, ddp, pieces[place])
+    accumulate(accumulator, ddp, [pieces[place]])
     worst = max(difference(model.inner, large), abs(model.own.item() / owns[place].item() - 1))
     skipping = GradAccumulator(optimizer, ddp, steps=1, group=groups[half], skip_nonfinite=True)
     with skipping.micro_batch(weight=1):  # one rank's own parameter lets all of its group skip
@@ -186,8 +178,7 @@ def raised() -> Any:
         with accumulator.micro_batch(weight=1):
             accumulator.backward(loss_sum(model, data))
             raise KeyError
-    for at in (0, 2):
-        take(accumulator, model, piece_of(data, 4 * rank + at, 2))
+    accumulate(accumulator, model, parts_of(data[4 * rank : 4 * rank + 4], 2))
     large_step(large, sgd(large), data)
     return difference(model, large)
 
@@ -312,9 +303,9 @@ def refused() -> Any:
     ]
     told.append(error_of(lambda: GradAccumulator(optimizer)))
     accumulator = GradAccumulator(optimizer, sharded, steps=2)
-    take(accumulator, sharded, data)
+    accumulate(accumulator, sharded, [data])
     told.append(error_of(accumulator.step))
-    take(accumulator, sharded, data)
+    accumulate(accumulator, sharded, [data])
     joined = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     synchronized = GradAccumulator(sgd(joined), joined)
     told.append(error_of(lambda: synchronized.run_or_split(print, torch.ones(2, 2))))
@@ -327,13 +318,13 @@ def refused() -> Any:
         raise AssertionError(state, bucket)
 
     ddp.register_comm_hook(None, hook)
-    told.append(error_of(lambda: take(late, ddp, data)))
+    told.append(error_of(lambda: accumulate(late, ddp, [data])))
     for given in (lambda ddp: ddp.module, lambda _: ()):
         ddp, optimizer = made()
         accumulator = GradAccumulator(optimizer, given(ddp), steps=2)
         with torch.no_grad():
             ddp(data.x)  # outside of a micro-batch it may run
-        told.append(error_of(lambda ddp=ddp, bare=accumulator: take(bare, ddp, data)))
+        told.append(error_of(lambda ddp=ddp, bare=accumulator: accumulate(bare, ddp, [data])))
     return told
 
 
