@@ -195,8 +195,10 @@ ASKED = ("--budget", "4000", "--unit-bytes", "1", "--fixed-bytes", "0.1kB")
 COST = PaddedCost(unit_bytes=1, fixed_bytes=100)
 
 
-def report_of(cost: Any = COST, budget: int = 4000, **options: Any) -> Any:
-    return MemoryBudgetBatchSampler(SIZES, cost, budget, **options).report()
+def report_of(cost: Any = COST, budget: int = 4000, epoch: int = 0, **options: Any) -> Any:
+    sampler = MemoryBudgetBatchSampler(SIZES, cost, budget, **options)
+    sampler.set_epoch(epoch)
+    return sampler.report()
 
 
 def flags(rules: dict[str, Any]) -> list[str]:
@@ -292,6 +294,16 @@ def test_a_reader_that_goes_away() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_figure_is_of_the_epoch() -> None:
+    """It is drawn once more to the last byte, and another epoch has another one."""
+    pytest.importorskip("matplotlib")
+    drawn = []
+    for epoch in ("0", "1", "1"):
+        assert main(["plan", "sizes.npy", *ASKED, "--epoch", epoch, "--figure", "plan.png"]) == 0
+        drawn.append(Path("plan.png").read_bytes())
+    assert drawn[0] != drawn[1] == drawn[2]
+
+
 def test_budgets_are_compared_by_the_predicted_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a step's samples and a measured cost; beyond the runs it is extrapolated."""
     # 1, n, L, n·L, operations, bytes, bytes above the knee
@@ -299,11 +311,11 @@ def test_budgets_are_compared_by_the_predicted_time(capsys: pytest.CaptureFixtur
     cost = measured(COST, seconds=seconds, room=2500)
     cost.save("cost.json")
     asked = ["plan", "sizes.npy", "--cost", "cost.json", "--samples-per-step", "500"]
-    assert main([*asked, "--budget", "1kB", "--budget", "8kB"]) == 0
+    assert main([*asked, "--epoch", "3", "--budget", "1kB", "--budget", "8kB"]) == 0
     title, low, high = (line.split() for line in capsys.readouterr().out.splitlines())
     assert title[:2] == ["budget", "seconds"]
     for row, budget in ((low, 1000), (high, 8000)):
-        report = report_of(cost, budget, samples_per_step=500)
+        report = report_of(cost, budget, epoch=3, samples_per_step=500)
         assert row[1:3] == [f"{report.epoch_s:,.1f}", f"{report.batches:,}"]
     assert (low[-1], high[-1]) == (low[4], "extrapolated")
     for more in (["--min-fill", "0.5"], ["--budget", "9kB", "--json"]):

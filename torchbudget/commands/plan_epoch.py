@@ -90,8 +90,9 @@ def _run(options: argparse.Namespace) -> Answer:
             MemoryBudgetBatchSampler(sizes, cost, budget, rank=0, **rules)
             for budget in options.budget
         ]
+        for sampler in samplers:
+            sampler.set_epoch(options.epoch)
         sampler = samplers[0]
-        sampler.set_epoch(options.epoch)
         report = sampler.report()
         if report.epoch_s is not None and options.min_fill is not None:
             raise OptionError(
@@ -104,7 +105,7 @@ def _run(options: argparse.Namespace) -> Answer:
     if options.figure is not None:
         from torchbudget.observe.figures import plot_sizes
 
-        save_figure(plot_sizes(sampler.plan), options.figure)
+        save_figure(plot_sizes(sampler.plan, epoch=options.epoch), options.figure)
     if options.out is not None:
         _write_plan(sampler.plan, options.epoch, options.out)
     text = as_json(asdict(report)) if options.json else str(report)
