@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.commands import printed_by
-from tests.support.out_of_memory_texts import AMBIGUOUS, CERTAIN, NEVER, ids, listed
+from tests.support.out_of_memory_texts import AMBIGUOUS, CERTAIN, NEVER, ids
 from torchbudget.machine import out_of_memory
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 
@@ -39,10 +39,6 @@ def test_a_text_counts_always_with_evidence_or_never(
     assert is_out_of_memory(error, failed_before=2) != never
     short["left"] = 2**27
     assert is_out_of_memory(error) != never
-
-
-def test_the_docs_list_most_of_them() -> None:
-    assert (len(listed(2)) > 20, len(listed(3)) > 10) == (True, True)
 
 
 def train_under_limits() -> None:

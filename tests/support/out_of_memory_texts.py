@@ -1,26 +1,65 @@
-"""The texts of memory that runs out, as errors: those that the docs list, and some in full."""
+"""The texts of memory that runs out, as errors: parts of them, and some in full."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import torch
 from torch.distributed import DistBackendError
 
 ACCELERATOR = getattr(torch, "AcceleratorError", RuntimeError)  # since torch 2.8
-PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+
+# Of torch, drivers and runtimes, cuBLAS, hipBLAS and rocBLAS, cuDNN and MIOpen, cuFFT, cuSOLVER,
+# Triton, NCCL, and of torch and oneDNN on the CPU.
+SAID_FOR_NOTHING_ELSE = """\
+CUDA error: out of memory
+HIP error: out of memory
+MPS backend out of memory
+CUDA driver error: out of memory
+CUDA_ERROR_OUT_OF_MEMORY
+cudaErrorMemoryAllocation
+hipErrorOutOfMemory
+UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY
+CUBLAS_STATUS_ALLOC_FAILED
+HIPBLAS_STATUS_ALLOC_FAILED
+rocblas_status_memory_error
+CUDNN_STATUS_ALLOC_FAILED
+CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+miopenStatusAllocFailed
+CUFFT_ALLOC_FAILED
+CUSOLVER_STATUS_ALLOC_FAILED
+Triton Error [CUDA]: out of memory
+Cuda failure 2 'out of memory'
+Failed to CUDA calloc async
+can't allocate memory
+not enough memory: you tried to allocate
+std::bad_alloc
+"""
+ALSO_SAID_FOR_OTHER_REASONS = """\
+UR_RESULT_ERROR_OUT_OF_RESOURCES
+CUBLAS_STATUS_NOT_INITIALIZED
+CUBLAS_STATUS_INTERNAL_ERROR
+CUBLAS_STATUS_EXECUTION_FAILED
+unable to find an engine
+CUDNN_STATUS_NOT_INITIALIZED
+CUDNN_STATUS_INTERNAL_ERROR
+CUDNN_STATUS_EXECUTION_FAILED
+miopenStatusInternalError
+miopenStatusUnknownError
+CUFFT_INTERNAL_ERROR
+CUFFT_EXEC_FAILED
+CUFFT_SETUP_FAILED
+CUSOLVER_STATUS_INTERNAL_ERROR
+could not create a primitive
+could not execute a primitive
+could not create a memory object
+"""
 
 
-def listed(column: int) -> list[tuple[type, str]]:
-    """The texts of a column of the table in the docs."""
-    rows = PAGE.split("| raised by |")[1].partition("\n\n")[0].splitlines()[2:]
-    texts = [text for row in rows for text in re.findall("`([^`]+)`", row.split("|")[column])]
-    return [(RuntimeError, f"Error: {text}") for text in texts if "MemoryError" not in text]
+def errors(texts: str) -> list[tuple[type, str]]:
+    return [(RuntimeError, f"Error: {text}") for text in texts.splitlines()]
 
 
 CERTAIN = [
-    *listed(2),
+    *errors(SAID_FOR_NOTHING_ELSE),
     (MemoryError, ""),
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"),
     (ACCELERATOR, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
@@ -31,7 +70,7 @@ CERTAIN = [
     (DistBackendError, "NCCL error:\nLast error:\nFailed to CUDA calloc async 608 bytes"),
 ]
 AMBIGUOUS = [
-    *listed(3),
+    *errors(ALSO_SAID_FOR_OTHER_REASONS),
     (RuntimeError, "GET was unable to find an engine to execute this computation"),
     (RuntimeError, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     (RuntimeError, "HIP error: HIPBLAS_STATUS_INTERNAL_ERROR when calling `hipblasSgemm(handle)`"),

@@ -164,16 +164,18 @@ def labels_of(options: dict[str, Any]) -> Any:
 
 
 def check_units(epochs: Any, steps: list[int], options: dict[str, Any]) -> None:
-    """A unit's samples come on one rank, in one step; or in one micro-batch."""
+    """A unit's samples come on one rank, in one step; or in one micro-batch. So in every pass."""
     labels, whole = labels_of(options), isinstance(options["units"], tuple)
     step_of = np.repeat(np.arange(len(steps)), steps)
-    places: dict[int, set[Any]] = {}
+    came: dict[int, dict[Any, set[int]]] = {}
     for rank, batches in enumerate(epochs):
         for number, batch in enumerate(batches):
             place = rank, number if whole else step_of[number]
             for index in batch:
-                places.setdefault(int(labels[index]), set()).add(place)
-    assert all(len(found) == 1 for found in places.values()), "a unit was split"
+                came.setdefault(int(labels[index]), {}).setdefault(place, set()).add(index)
+    for places in came.values():
+        first, *others = places.values()
+        assert all(other == first for other in others), "a unit was split"
 
 
 def samplers(sizes: Any, cost: Any, budget: int, ranks: int, **options: Any) -> Any:
