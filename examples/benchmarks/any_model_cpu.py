@@ -10,20 +10,26 @@ Command: PYTHONPATH=. python examples/benchmarks/any_model_cpu.py [--models TEXT
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, glibc 2.36; OMP_NUM_THREADS=1.
 
     step                       budget  runs  margin  scale  probes    seen    peak  predicted  steps  measuring  allowed  unseen
-    encoder, padding masked         1     6   1.56%  1.000  0.9176  0.9161  0.9822     0.9800     10       18.0     28.0   -0.1%
-    U-Net                           1     6   1.56%  1.466  0.9205  0.9206  0.9780     0.9622     22       18.6     33.9  +46.5%
-    speech, CTC                     1     6   1.56%  1.221  0.8381  0.8318  0.9272     0.9481      8       12.7     34.3  +10.7%
-    graphs                          1     6   1.56%  1.000  0.9380  0.9381  0.9837     0.9582      8       11.1     37.4   -0.0%
-    contrastive                     1     6   1.56%  1.002  0.9496  0.9462  0.9624     0.7863      4        7.2     25.3   -0.1%
-    decoder, chunked loss           1     6   1.56%  1.013  0.9439  0.9335  0.9701     0.9988      6       29.5     38.4   -0.7%
-    experts, routed                 1    26   3.00%  1.000  0.9513  0.9498  0.9602     0.8777      7       22.2     24.0       –
-    encoder, PaddedBatch.mask       1     6   1.56%  1.074  0.9489  0.9218  0.9231     0.9732     10       19.7     26.8   -0.0%
-    LSTM                            1     6   1.56%  0.600  0.7141  0.7102  0.9844     0.9997      6       13.9     26.4  -41.6%
+    encoder, padding masked         1     6   1.56%  1.001  0.9170  0.9129  0.9828     0.9806     10       25.7     27.4   -0.2%
+    encoder, padding masked         3     3   1.00%  1.001  0.4451  0.4427  0.9890     0.9692     10       27.0     62.1   -0.0%
+    U-Net                           1     6   1.56%  1.466  0.9201  0.9202  0.9878     0.9574     22       23.5     31.4  +46.5%
+    U-Net                           3     3   1.00%  1.466  0.6047  0.6042  0.9948     0.9750     42       31.9     91.5  +47.0%
+    speech, CTC                     1     6   1.56%  1.201  0.8388  0.8309  0.9378     0.9491      8       19.5     35.8   -0.0%
+    speech, CTC                     3     6   1.00%  1.199  0.8068  0.8048  0.9309     0.9232      8       53.5    100.1   -0.0%
+    graphs                          1     6   1.56%  1.000  0.9399  0.9401  0.9844     0.9582      8       13.5     34.5   -0.0%
+    graphs                          3     3   1.00%  1.000  0.4478  0.4472  0.9925     0.9431      8       13.3     89.9   -0.0%
+    contrastive                     1     6   1.56%  1.001  0.9488  0.9476  0.9631     0.7860      4       11.6     24.0   -0.1%
+    contrastive                     3     3   1.00%  1.001  0.4485  0.4476  0.9511     0.7061      4       10.8     52.8   -0.0%
+    decoder, chunked loss           1     6   1.56%  1.000  0.9272  0.9267  0.9833     0.9986      6       42.2     42.7   -0.7%
+    decoder, chunked loss           3     3   1.00%  1.028  0.4623  0.4599  0.9953     0.9995      6       39.2    115.7   -0.6%
+    experts, routed                 1    26   3.00%  1.000  0.9516  0.9490  0.9619     0.8750      7       23.8     23.7       –
+    encoder, PaddedBatch.mask       1     6   1.56%  0.997  0.9956  0.9173  0.9249     0.9813     10       27.7     26.0   -1.4%
+    LSTM                            1     6   1.56%  0.600  0.7139  0.7130  0.9847     0.9997      6       17.9     25.4  -40.0%
     errors ≤ 0: 0, holds
-    highest probe / budget ≤ 1: 0.95127, holds
-    highest peak / budget ≤ 1: 0.9844, holds
-    lowest peak / budget ≥ 0.9: 0.92312, holds
-    measuring / allowed ≤ 1: 0.92529, holds
+    highest probe / budget ≤ 1: 0.99563, holds
+    highest peak / budget ≤ 1: 0.99532, holds
+    lowest peak / budget ≥ 0.9: 0.92492, holds
+    measuring / allowed ≤ 1: 1.0663, DOES NOT HOLD
 
 `probes` and `peak` are the high-water marks of resident memory while the cost was measured, and
 over the epoch, / the whole budget; `seen` is the former as another process saw it, every 5 ms.
@@ -31,7 +37,8 @@ over the epoch, / the whole budget; `seen` is the former as another process saw 
 `unseen` is the growth of resident memory in the step that was predicted to take the most, beyond
 the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is about N full batches of the median size.
-Recorded with `--steps 3 --budgets 1`, beside other programs.
+Recorded with `--steps 3`, beside a benchmark that kept the other core busy; in an earlier run with
+`--budgets 1`, measuring took at most 0.93 of the seconds that are allowed.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations
