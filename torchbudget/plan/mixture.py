@@ -22,7 +22,7 @@ from torchbudget.plan.size_table import SizeTable
 
 # Parts of draws are in units of 2⁻³⁶: a window's positions, of 27 bits, times a part fit in 64.
 _BITS: Final = 36
-_MOST_POSITIONS: Final = 2**27
+_MOST_IN_WINDOW: Final = 2**27
 _ONE: Final = 1 << _BITS
 # The largest weight of a source; those of the others are rounded relative to it.
 _LARGEST_WEIGHT: Final = 2**40
@@ -129,7 +129,7 @@ class Turns:
         Raises:
             OptionError: there are more positions.
         """
-        if stop - start > _MOST_POSITIONS:
+        if stop - start > _MOST_IN_WINDOW:
             raise OptionError(f"a window of a mixture has at most 2**27 samples: {stop - start:,}")
         first, ends = start - sum(self.drawn), self.before(stop)
         for source, (draw, path) in enumerate(zip(self.before(start), self._paths, strict=True)):

@@ -175,8 +175,7 @@ class Order:
 
         Shape `(stop − start,)`, or more for units, one after the other. O(stop − start) anywhere in
         the pass, times log N with weights; of a mixture times the depth of its tree, and as much
-        for each source. Where windows are of one group each, the positions must
-        be of one group.
+        for each source. Where windows are of one group each, the positions must be of one group.
 
         Args:
             key: of the pass: the epoch that passes are counted from, and its number from there.

@@ -296,7 +296,7 @@ class StreamPosition:
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
         is_first = is_tracked = False
         if sending is not None:
-            is_first = not sending.has_begun  # the loop that has started this process
+            is_first = not sending.has_begun  # this process was started for this loop
             is_tracked = is_first or progress.run == sending.number
             sending.has_begun, sending.after = True, None
         if progress.run and not is_tracked:
