@@ -154,10 +154,17 @@ def measured_cost(model: Any, optimizer: Any, sizes: Any, budget: str) -> Measur
     def step(batch: Any) -> None:
         model(**batch).loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # as between micro-batches
+        optimizer.zero_grad()
 
     return measure_cost(
-        step, make_batch, sizes=sizes, size_multiple=MERGED, budget=budget, method="run", time=False
+        step,
+        make_batch,
+        sizes=sizes,
+        size_multiple=MERGED,
+        budget=budget,
+        method="run",
+        time=False,
+        accumulate=True,
     )
 
 

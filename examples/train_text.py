@@ -135,14 +135,13 @@ def measured_cost(
     def step(batch: dict[str, Tensor]) -> None:
         loss_sum(model, batch).backward()
         optimizer.step()
-        # Gradients stay allocated, as they do while micro-batches add to them.
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
 
     def make_batch(n: int, length: int) -> dict[str, Tensor]:
         ids = torch.randint(256, (n, length), device=device)
         return {"ids": ids, "labels": ids.clone()}
 
-    return measure_cost(step, make_batch, max_size=max_length, budget=budget)
+    return measure_cost(step, make_batch, max_size=max_length, budget=budget, accumulate=True)
 
 
 def train(options: argparse.Namespace) -> None:

@@ -202,6 +202,8 @@ class TrainingState:
         optimizers: all of them.
         accumulators: of gradients, which must make single steps while the step is measured.
         has_several: whether a step of an accumulator has several micro-batches.
+        keeps_gradients: whether `zero_grad` leaves gradients allocated while the step is measured,
+            as those of earlier micro-batches are.
         is_compiled: whether a module or a function is called through `torch.compile`.
     """
 
@@ -217,7 +219,8 @@ class TrainingState:
     # _functions: their names outside, closures and globals, are put back if they are bound anew.
     # _generators: set back to their states; `_untraced`, all but torch's, are compared as well.
 
-    def __init__(self, step: Callable[..., object]) -> None:
+    def __init__(self, step: Callable[..., object], *, keeps_gradients: bool = False) -> None:
+        self.keeps_gradients = keeps_gradients
         found = list(reachable(step))
         modules = [one for one in found if isinstance(one, nn.Module)]
         inner = {id(part) for one in modules for part in one.modules() if part is not one}
@@ -373,6 +376,8 @@ class TrainingState:
                 stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
                 stack.enter_context(accumulator.measured(steps=True))
+            for owner in (torch.optim.Optimizer, nn.Module) if self.keeps_gradients else ():
+                stack.enter_context(patch.object(owner, "zero_grad", _in_place(owner.zero_grad)))
             try:
                 yield
             finally:
@@ -426,6 +431,11 @@ def _measuring() -> Iterator[None]:
         yield
     finally:
         _measurements -= 1
+
+
+def _in_place(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """A method that sets gradients to 0, whether or not it is to set them to `None`."""
+    return lambda self, set_to_none=True: zero_grad(self, set_to_none=False)  # noqa: ARG005
 
 
 def _place_of(tensor: torch.Tensor) -> list[Any]:

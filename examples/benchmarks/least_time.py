@@ -162,7 +162,7 @@ def measured(kind: Kind, budget: int) -> MeasuredCost:
 
     # A forward is timed only if its pass is long: as if there were a thousand times the samples.
     sizes = kind.sizes if kind.parameters else np.repeat(kind.sizes, 1000, axis=0)
-    return measure_cost(step, kind.make_batch, sizes=sizes, budget=budget)
+    return measure_cost(step, kind.make_batch, sizes=sizes, budget=budget, accumulate=True)
 
 
 def padded(size: Any) -> Any:

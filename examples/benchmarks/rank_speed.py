@@ -300,7 +300,9 @@ class Work:
         self.budget = max(room) + settings.mib * 2**20
         contenders: list[Any] = [None]
         if not self.rank:
-            cost = measure_cost(self.train, self.made, max_size=longest, budget=self.budget)
+            cost = measure_cost(
+                self.train, self.made, max_size=longest, budget=self.budget, accumulate=True
+            )
             plans = Plans(self.sizes, cost, self.budget, self.step)
             # Elsewhere: what peers import, and keep, would take room here.
             with mp.get_context("spawn").Pool(1) as pool:
@@ -318,7 +320,7 @@ class Work:
         """The step on one rank, to measure."""
         self.backward(batch)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad()
 
     def backward(self, batch: Any) -> None:
         with sdpa_kernel(SDPBackend.MATH):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,15 @@ import torchbudget
 from tests.support.commands import printed_by
 from tests.support.steps import SGD, Step, measured_with, ones, step_of
 from tests.support.training_cases import CASES, Training
-from torchbudget import GradAccumulator, MeasuredCost, PadCollate, measure_cost, trace_peak_bytes
+from torchbudget import (
+    GradAccumulator,
+    MeasuredCost,
+    MemoryBudgetBatchSampler,
+    PadCollate,
+    measure_cost,
+    plan_step,
+    trace_peak_bytes,
+)
 from torchbudget.errors import CostError, MeasureWarning
 
 # ---------------------------------------------------------------------- forward only
@@ -456,3 +465,95 @@ def test_what_hardly_grows_is_not(kind: str, steps: int) -> None:
     Nothing waits for a step that has one micro-batch.
     """
     measure(accumulating(kind, steps), "trace")
+
+
+# ---------------------------------------------------------------------- gradients of micro-batches
+
+
+def _in_place(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _by_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.zero_grad()
+
+
+def _by_module(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+
+
+def _by_hand(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+Clear = Callable[[torch.optim.Optimizer, nn.Module], None]
+
+
+def clearing(clear: Clear, first: bool = False, sparse: bool = False) -> Step:
+    """A step that clears gradients before its forward, or after the optimizer's step."""
+    model = nn.Sequential(nn.Embedding(50, 256, sparse=sparse), nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        if first:
+            clear(optimizer, model)
+        model(batch).square().sum().backward()
+        optimizer.step()
+        if not first:
+            clear(optimizer, model)
+
+    return step
+
+
+def indices(n: int, size: int) -> torch.Tensor:
+    return torch.ones((n, size), dtype=torch.int64)
+
+
+def measured_to(accumulate: bool, step: Step, method: Any = "trace") -> MeasuredCost:
+    options: Any = {"max_size": 64, "min_size": 16, "accumulate": accumulate, "method": method}
+    return measured_with(90, step, indices, **options)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("clear", [_by_optimizer, _by_module])
+@pytest.mark.parametrize("method", ["trace", pytest.param("run", marks=pytest.mark.slow)])
+def test_gradients_of_earlier_micro_batches_are_counted(
+    clear: Clear, first: bool, method: Any
+) -> None:
+    """As by a step that sets them to 0, whose bytes are those of micro-batches in the middle."""
+    cost = measured_to(True, clearing(clear, first), method)
+    expected = measured_to(True, clearing(_in_place, first), method)
+    assert expected.keeps_gradients
+    assert cost.keeps_gradients
+    n, size = np.arange(1, 40)[:, None], np.arange(16, 65)
+    found, right = (one.batch_bytes(n, size) - one.offset for one in (cost, expected))
+    assert found == pytest.approx(right, abs=0 if method == "trace" else 2**23)
+    if method == "trace":
+        alone = measured_to(False, clearing(clear, first))
+        assert (alone.traced_bytes(n, size) < right).all()
+
+
+@pytest.mark.filterwarnings("ignore:the cost was traced, not run")
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("clear", [_by_optimizer, _by_module, _by_hand])
+@pytest.mark.parametrize("method", ["trace", pytest.param("run", marks=pytest.mark.slow)])
+def test_a_cost_without_them_is_refused_where_they_accumulate(
+    clear: Clear, first: bool, method: Any
+) -> None:
+    cost = measured_to(False, clearing(clear, first), method)
+    sizes = np.arange(16, 65)
+    MemoryBudgetBatchSampler(sizes, cost, "4GiB")
+    for one in (cost, pickle.loads(pickle.dumps(cost)), cost.with_margin(0.1)):  # noqa: S301
+        with pytest.raises(CostError, match=r"drops its gradients.*accumulate=True"):
+            MemoryBudgetBatchSampler(sizes, one, "4GiB", samples_per_step=16)
+        with pytest.raises(CostError, match=r"drops its gradients.*accumulate=True"):
+            plan_step(sizes, one, "4GiB")
+    kept = measured_to(False, clearing(_in_place, first), method)
+    assert plan_step(sizes, kept, "4GiB").micro_batches
+
+
+@pytest.mark.parametrize(("clear", "sparse"), [(_by_hand, False), (_by_optimizer, True)])
+def test_gradients_that_do_not_stay_are_refused(clear: Clear, sparse: bool) -> None:
+    with pytest.raises(CostError, match=r"share their gradients.*optimizer\.zero_grad\(\)"):
+        measured_to(True, clearing(clear, sparse=sparse), "run")

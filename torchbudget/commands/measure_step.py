@@ -39,6 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=("auto", "trace", "run"), help="default: auto; without --budget, trace")
     add("--device", help='that the step runs on, or with "trace" will run on')
     add("--size-multiple", type=int, default=1, metavar="N")
+    add("--accumulate", action="store_true", help="several micro-batches make an optimizer step")
     add("-o", "--output", metavar="FILE", type=Path, help="the cost, as JSON")
 
 
@@ -62,6 +63,7 @@ def _run(options: argparse.Namespace) -> Answer:
             method=options.method or ("trace" if options.budget is None else "auto"),
             device=options.device,
             size_multiple=options.size_multiple,
+            accumulate=options.accumulate,
         )
     except CostError as error:
         return Answer(failed=(str(error),))

@@ -73,6 +73,7 @@ def measure_cost(
     device: str | torch.device | None = None,
     size_multiple: int | HasSizeMultiple = 1,
     time: bool = True,
+    accumulate: bool = False,
 ) -> MeasuredCost:
     """Measure the peak bytes of a training step as a function of its batch's shape.
 
@@ -123,6 +124,8 @@ def measure_cost(
             sampler or stream to read it from.
         time: also time steps: for three seconds, for a tenth of the measuring, or for as long as
             nine shapes take. `cost.time` cuts optimizer steps of given samples. Traces have none.
+        accumulate: several micro-batches will make an optimizer step, as with `samples_per_step`.
+            Then `zero_grad` leaves gradients allocated, as those of earlier micro-batches are.
 
     Returns:
         The cost. Without runs its margin is 0; interpolated bytes are raised by the largest error
@@ -132,8 +135,8 @@ def measure_cost(
     Raises:
         CostError: the step cannot be measured, is only a part of a training step, or does not fit
             the budget with one sample of the smallest size; micro-batches leave tensors until the
-            step that grow with their samples; `make_batch` ignores its arguments; or ways of
-            `alternatives` give different gradients.
+            step that grow with their samples; `make_batch` ignores its arguments; ways of
+            `alternatives` give different gradients; or the step drops gradients that are to stay.
         OptionError: `size_multiple` is not an int of at least 1.
         RankError: another rank failed.
 
@@ -165,7 +168,7 @@ def measure_cost(
         )
 
     def subject_of(step: Callable[[Any], object]) -> Subject:
-        state = TrainingState(step)
+        state = TrainingState(step, keeps_gradients=accumulate)
         return Subject(step, make_batch, domain, state, _target_of(device, state.device, method))
 
     if not isinstance(step, Alternatives):
@@ -202,7 +205,14 @@ def _cost_of(subject: Subject, method: Method, room: int | None, time_too: bool)
     if method == "trace" and target.type == "cuda":
         described |= {"device": "cuda, predicted", "allocator": "expandable segments, assumed"}
     notes = (*subject.notes, *subject.checks.notes())
-    return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
+    return replace(
+        cost,
+        room=room,
+        parts=_parts(state, cost),
+        measured_on=described,
+        notes=notes,
+        keeps_gradients=subject.checks.keeps_gradients,
+    )
 
 
 def why_not(
@@ -232,7 +242,7 @@ def why_not(
             for one, way in zip(cost.ways, step.ways, strict=True)
         )
         return next(filter(None, each), "")
-    state = TrainingState(step)
+    state = TrainingState(step, keeps_gradients=cost.keeps_gradients)
     domain = Domain.of(None, cost.multiple, sizes=sizes)
     subject = Subject(step, make_batch, domain, state, state.device)
     rows: Any = domain.known

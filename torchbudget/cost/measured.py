@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_MARGIN: Final = 1000
 # Added to the margin if an allocation failed, and again after each `replan` until none fails.
 _FAILED: Final = 0.02
-_FORMAT: Final = 9  # of files
+_FORMAT: Final = 10  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
 _MOST_AXES: Final = 2  # of a packed cost by runs: of up to 160 runs every three are tried
 _PARALLEL: Final = 1e-9  # of sums of sizes as shares of the largest: below it, rounding decides
@@ -87,6 +87,7 @@ class MeasuredCost:
         measured_on: model, device, torch version and more, by name.
         notes: remarks on how the cost was measured.
         caution: a warning that a sampler gives once if it plans with this cost; empty: none.
+        keeps_gradients: whether gradients of earlier micro-batches are in the bytes.
     """
 
     pieces: tuple[Piece, ...]
@@ -107,6 +108,7 @@ class MeasuredCost:
     measured_on: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     caution: str = ""
+    keeps_gradients: bool = True
     _observed: _Observations = field(default_factory=_Observations, repr=False)
 
     def __post_init__(self) -> None:
@@ -256,7 +258,7 @@ class MeasuredCost:
             unit = math.ceil((np.diff(shares) / np.diff(surface.levels[0])).max(initial=1))
         return _PackedMeasuredCost(
             fixed_bytes=constant.max(), sample_bytes=1, unit_bytes=unit, shares=shares,
-            surface=replace(surface, rows=surface.rows[:0]),
+            surface=replace(surface, rows=surface.rows[:0]), keeps_gradients=self.keeps_gradients,
         )  # fmt: skip
 
     def _above_runs(self, grid: Grid) -> PackedCost:
@@ -287,6 +289,7 @@ class MeasuredCost:
             most_bytes=int(raised * (grid.reached + self.offset)),
             smallest=self.smallest,
             largest=self.largest,
+            keeps_gradients=self.keeps_gradients,
         )
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
@@ -522,6 +525,7 @@ class WaysCost(MeasuredCost):
             probes=tuple(probe for one in ways for probe in one.probes),
             ways=tuple(one.with_margin(margin) for one in ways),
             reader=reader,
+            keeps_gradients=all(one.keeps_gradients for one in ways),
             **{name: getattr(first, name) for name in same},
         )
 
@@ -728,10 +732,12 @@ class _PackedMeasuredCost(PackedCost):
     Attributes:
         surface: the table's sizes.
         shares: bytes of a sample of each size.
+        keeps_gradients: see `MeasuredCost`.
     """
 
     surface: Surface = field(repr=False)
     shares: IntArray = field(repr=False)
+    keeps_gradients: bool
 
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """See `AdditiveCost.item_bytes`; beyond what was measured, more than any device has."""
@@ -747,11 +753,13 @@ class _PackedByRuns(PackedCost):
         most_bytes: bytes that runs have reached, beyond which nothing is known.
         smallest: the smallest size on every axis that was run; shorter samples cost as much.
         largest: the largest one; longer samples cost more than any device has.
+        keeps_gradients: see `MeasuredCost`.
     """
 
     most_bytes: int
     smallest: tuple[int, ...]
     largest: tuple[int, ...]
+    keeps_gradients: bool
 
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """See `AdditiveCost.item_bytes`."""

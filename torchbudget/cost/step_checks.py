@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torchbudget.distributed import SPARSE
 from torchbudget.errors import CostError, MeasureWarning, warn
 from torchbudget.restoring import TrainingState
 
@@ -34,12 +36,14 @@ class StepChecks:
 
     Attributes:
         forward_only: whether the step that was checked last made no gradients.
+        keeps_gradients: whether steps left their gradients allocated for the next one, in place.
         trained: outermost modules with a parameter that got a gradient.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self.forward_only = False
+        self.keeps_gradients = True
         self.trained: set[nn.Module] = set()
         self.in_optimizer = False  # whether an optimizer steps at the moment
         self._stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
@@ -97,7 +101,8 @@ class StepChecks:
 
         Raises:
             CostError: the step is a part of a training step: gradients were made, but none is left
-                and no optimizer stepped; or an optimizer stepped that the step does not name.
+                and no optimizer stepped; an optimizer stepped that the step does not name; or
+                gradients are to stay allocated, and do not.
 
         Warns:
             MeasureWarning: no optimizer stepped; or the step is forward only, of a module in
@@ -105,6 +110,8 @@ class StepChecks:
         """
         parameters = self._state.parameters()
         before = [parameter.grad is not None for parameter in parameters]
+        # A reference to a gradient would keep it allocated.
+        were = [(p, weakref.ref(p.grad)) for p in parameters if p.grad is not None]
         stepped: list[bool] = []
 
         def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -145,6 +152,17 @@ class StepChecks:
         self.trained |= {one for one in made if one is not None}
         left = [parameter.grad is not None for parameter in self._state.parameters()]
         self.forward_only = not stepped and not made and left == before
+        self.keeps_gradients &= all(earlier() is p.grad for p, earlier in were) and not any(
+            p.grad is None or p.grad.layout in SPARSE
+            for p in self._state.parameters()
+            if id(p) in self._stepped
+        )
+        if self._state.keeps_gradients and not self.keeps_gradients:
+            raise CostError(
+                "micro-batches of one optimizer step share their gradients, but this step replaces "
+                "them, sets them to None, or has sparse ones: let it clear dense gradients by "
+                "optimizer.zero_grad(), or plan without samples_per_step"
+            )
         if any(stepped):
             return
         if self.forward_only:

@@ -195,7 +195,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
             time=time,
             max_shapes=max_shapes,
         )
-        check_cost(rules, table.values, table.largest)
+        accumulates = samples_per_step is not None
+        check_cost(rules, table.values, table.largest, accumulates=accumulates)
         order = Order.of(
             table,
             rules,

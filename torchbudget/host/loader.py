@@ -170,10 +170,12 @@ def loader(
             _check_machine(budget, device, ranks)
             # Only where a plan uses it: each batch that is a step is as full as fits.
             time = isinstance(step, Forward) or isinstance(chooser, Alternatives)
-            time |= options.get("samples_per_step") is not None and options.get("time") is None
+            accumulate = options.get("samples_per_step") is not None
+            time |= accumulate and options.get("time") is None
             cost = _measured(
-                measured, make_batch, batches, budget, device, cost_cache, ranks, time=time
-            )
+                measured, make_batch, batches, budget, device, cost_cache, ranks,
+                time=time, accumulate=accumulate,
+            )  # fmt: skip
         told = str(cost)
         if isinstance(cost, MeasuredCost) and packed is not False:
             cost = ranks.each(partial(_packed, cost, batches, packed))[0]
@@ -412,6 +414,7 @@ def _measured(
     ranks: Ranks,
     *,
     time: bool,
+    accumulate: bool,
 ) -> MeasuredCost:
     """The cost of the step, from the cache or measured; the largest of any rank."""
     rows = np.unique(batches.rounded(), axis=0)
@@ -424,6 +427,7 @@ def _measured(
         "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),
         **({"time": "timed"} if time else {}),
+        **({"gradients": "accumulated"} if accumulate else {}),
     }
     found = ranks.each(partial(_read, path, described))
     saved, reason = found[ranks.rank]
@@ -439,7 +443,7 @@ def _measured(
     with ranks.together():
         cost = measure_cost(
             step, make_batch, sizes=batches.sizes, budget=budget, device=device,
-            size_multiple=batches.multiple, time=time,
+            size_multiple=batches.multiple, time=time, accumulate=accumulate,
         )  # fmt: skip
     costs: list[MeasuredCost] = ranks.gather_objects(replace(cost, measured_on=described))
     cost = max(costs, key=lambda one: int(one.batch_bytes(1, asked).max()))

@@ -154,7 +154,7 @@ def plan_step(
         time=time,
         max_shapes=max_shapes,
     )
-    check_cost(rules, table.values, table.largest)
+    check_cost(rules, table.values, table.largest, accumulates=True)
     ranks = Dealing(
         number=at_least_one("num_replicas", num_replicas),
         even_sums=True,
