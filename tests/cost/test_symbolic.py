@@ -253,6 +253,7 @@ def test_one_size_that_no_trace_holds() -> None:
     assert 100 < cost.capacity(300, 2**28) <= cost.capacity(77, 2**28)
 
 
+@pytest.mark.slow
 def test_lengths_that_become_numbers() -> None:
     """`int(L)`, rounded up to a multiple: stairs are not taken for a line."""
 
@@ -409,7 +410,8 @@ def of_levels(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     "forward",
     [
-        *(of_slices, over_the_length, of_a_cell, of_chunks),
+        over_the_length,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (of_slices, of_a_cell, of_chunks)),
         pytest.param(of_levels, marks=pytest.mark.nightly),
     ],
 )
@@ -452,7 +454,11 @@ def with_an_and(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("forward", "least", "most"),
-    [(over_padded_chunks, 2, 60), (with_an_and, 4, 64), (with_linspace, (8, 4), (400, 100))],
+    [
+        (with_an_and, 4, 64),
+        pytest.param(over_padded_chunks, 2, 60, marks=pytest.mark.slow),
+        pytest.param(with_linspace, (8, 4), (400, 100), marks=pytest.mark.slow),
+    ],
 )
 def test_every_shape_is_known(forward: Any, least: Any, most: Any) -> None:
     step = training(forward, nn.Linear(16, 16))

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.costs import measured
@@ -56,6 +56,7 @@ def replan_together(those: list[Any]) -> None:
             sampler.replan()
 
 
+@settings(max_examples=16)
 @given(problems(packed=False), st.floats(1.01, 1.8), st.data())
 def test_the_rest_of_an_epoch_is_planned_anew(
     problem: Any, factor: float, data: st.DataObject

@@ -232,6 +232,7 @@ def test_a_cache_counts_as_if_it_is_full() -> None:
     assert full not in dict(host_bytes(plain).parts)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_share_data_get_equal_numbers_of_workers(tmp_path: Path) -> None:
     """The smallest of any rank; what fails on one fails on all. Ranks given by hand are alone."""

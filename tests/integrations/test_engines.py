@@ -54,6 +54,7 @@ def check_counts(folder: Path) -> None:
     assert counts.eq(1).all(), counts.unique(return_counts=True)
 
 
+@pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
     """One of up to three ranks is killed at any moment, and other numbers of ranks go on.
 

@@ -138,7 +138,7 @@ def test_a_time_that_was_measured_anew_cuts_the_same_steps() -> None:
     assert len(rest) < len(list(whole)) - 3
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_windows_that_the_cap_cannot_be_dealt_in(ranks: int) -> None:
     """Steps of few samples that have too many micro-batches are cut without the cap, each alone."""
     time = PaddedCost(fixed_bytes=5, unit_bytes=1)
