@@ -273,13 +273,18 @@ def plot(figure: Any, runs: dict[str, Run], budget_bytes: int) -> None:
         )
         axes.bar(0, base, run.training_s, align="edge", color="0.85", label="process and model")
         axes.axhline(budget_bytes / mebi, color="C3", label="budget")
-        title = f"{kind}: {run.training_s:.1f} s, {run.padding:.0%} padding, {len(own)} batches"
+        title = (
+            f"{kind}: {run.training_s:.1f} s, {run.padding:.0%} padding, {len(own)} micro-batches"
+        )
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_ylim(0, 1.08 * budget_bytes / mebi)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_xlim(0, None)
     figure.supylabel("memory (MiB)", fontsize="medium")
-    panels[-1].set_xlabel("seconds of training on the same texts; each bar is a batch")
+    steps = runs[OURS].steps
+    panels[-1].set_xlabel(
+        f"seconds of {steps} optimizer steps on the same texts; a bar: a micro-batch"
+    )
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
