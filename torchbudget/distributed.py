@@ -364,6 +364,15 @@ class Ranks:
 # ---------------------------------------------------------------------- tensors made of tensors
 
 
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of a module's own parameters that FSDP2 shards and reduces together."""
+    state = module._get_fsdp_state()
+    # A single one, or none, in older versions of torch.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a `torch.distributed.tensor.DTensor`."""
     # Not imported here, which takes time and reads the environment: none exists without it.

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from torchbudget.distributed import SPARSE, part_bytes, plain_parts
+from torchbudget.distributed import SPARSE, fsdp_groups, part_bytes, plain_parts
 from torchbudget.errors import CostError
 from torchbudget.random_state import RandomState
 from torchbudget.units import format_bytes
@@ -202,8 +202,8 @@ class TrainingState:
         optimizers: all of them.
         accumulators: of gradients, which must make single steps while the step is measured.
         has_several: whether a step of an accumulator has several micro-batches.
-        keeps_gradients: whether `zero_grad` leaves gradients allocated while the step is measured,
-            as those of earlier micro-batches are.
+        accumulates: whether several micro-batches make an optimizer step. While the step is
+            measured, gradients then stay allocated, as those of earlier micro-batches do.
         is_compiled: whether a module or a function is called through `torch.compile`.
     """
 
@@ -219,8 +219,7 @@ class TrainingState:
     # _functions: their names outside, closures and globals, are put back if they are bound anew.
     # _generators: set back to their states; `_untraced`, all but torch's, are compared as well.
 
-    def __init__(self, step: Callable[..., object], *, keeps_gradients: bool = False) -> None:
-        self.keeps_gradients = keeps_gradients
+    def __init__(self, step: Callable[..., object], *, accumulates: bool = False) -> None:
         found = list(reachable(step))
         modules = [one for one in found if isinstance(one, nn.Module)]
         inner = {id(part) for one in modules for part in one.modules() if part is not one}
@@ -228,6 +227,7 @@ class TrainingState:
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.accumulators = [one for one in found if _accumulates(one)]
         self.has_several = any(one.has_several() for one in self.accumulators)
+        self.accumulates = accumulates or self.has_several
         self.is_compiled = any(map(is_compiled, found))
         self._schedulers = [one for one in found if isinstance(one, _SCHEDULERS)]
         self._loose_tensors = [one for one in found if isinstance(one, torch.Tensor)]
@@ -254,8 +254,7 @@ class TrainingState:
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
         found: list[torch.Tensor] = [p for one in self.modules for p in one.parameters()]
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        found += [parameter for group in groups for parameter in group["params"]]
+        found += [parameter for one in self.optimizers for parameter in parameters_of(one)]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def tensors(self) -> list[torch.Tensor]:
@@ -305,6 +304,14 @@ class TrainingState:
         """All containers of modules, optimizers and schedulers, each with a shallow copy."""
         # Parameters may have attributes, such as gradients of each sample.
         return _copies_of([*self.parts(), *self.parameters(), *self.optimizers, *self._schedulers])
+
+    def _sharding(self) -> list[Any]:
+        """FSDP2's own objects, outside the modules; the first forward makes a part of them."""
+        parts: list[Any] = [part for part in self.parts() if hasattr(part, "_get_fsdp_state")]
+        states = [part._get_fsdp_state() for part in parts]
+        groups = [group for part in parts for group in fsdp_groups(part)]
+        sharded = [one for group in groups for one in group.fsdp_params]
+        return [*states, *(one._state_ctx for one in states), *groups, *sharded]
 
     @property
     def device(self) -> torch.device:
@@ -362,7 +369,7 @@ class TrainingState:
         # Detached, a tensor keeps its storage and its shape, whatever the step assigns to `.data`.
         self._aliases = [(one, one.detach()) for one in tensors]
         self._scheduler_items = _copies_of(self._schedulers)
-        always = self._saved()
+        always = [*self._saved(), *_copies_of(self._sharding())]
         internal = [(one, copy.copy(one)) for one in self._internal]
         users = [(one, copy.copy(one)) for one in self._containers]
         names = [(one, one.value) for function in self._functions for one in _names_of(function)]
@@ -376,7 +383,8 @@ class TrainingState:
                 stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
                 stack.enter_context(accumulator.measured(steps=True))
-            for owner in (torch.optim.Optimizer, nn.Module) if self.keeps_gradients else ():
+            owners: set[Any] = {nn.Module, *map(type, self.optimizers)}
+            for owner in owners if self.accumulates else ():
                 stack.enter_context(patch.object(owner, "zero_grad", _in_place(owner.zero_grad)))
             try:
                 yield
@@ -409,6 +417,11 @@ class TrainingState:
                 self._aliases = []
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def modes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Return a function that puts the parts of modules back into the modes that they are in."""
     modes = {part: part.training for module in modules for part in module.modules()}
@@ -434,8 +447,20 @@ def _measuring() -> Iterator[None]:
 
 
 def _in_place(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """A method that sets gradients to 0, whether or not it is to set them to `None`."""
-    return lambda self, set_to_none=True: zero_grad(self, set_to_none=False)  # noqa: ARG005
+    """A method that sets dense gradients to 0 where another one sets them to `None`."""
+
+    @functools.wraps(zero_grad)
+    def kept(owner: Any, *args: Any, **options: Any) -> None:
+        is_module = isinstance(owner, nn.Module)
+        parameters = owner.parameters() if is_module else parameters_of(owner)
+        before = [(one, one.grad) for one in parameters if one.grad is not None]
+        zero_grad(owner, *args, **options)
+        for one, gradient in before:
+            is_plain = gradient.grad_fn is None and gradient.layout not in SPARSE
+            if one.grad is None and is_plain:
+                one.grad = gradient.zero_()
+
+    return kept
 
 
 def _place_of(tensor: torch.Tensor) -> list[Any]:

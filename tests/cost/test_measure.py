@@ -328,3 +328,12 @@ def test_ranks_measure_together(wrapped: str, tmp_path: Path) -> None:
     assert not any(notes for *_, notes in found[0])
     assert all("rank 1 failed" in said and "no such file" in said for said in first)
     assert all("make_batch(" in said and "rank 1" not in said for said in second)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapped", ["sharded", "in buckets"])
+def test_micro_batches_of_ranks_keep_the_budget(wrapped: str, tmp_path: Path) -> None:
+    """Real ones, whose gradients FSDP2 keeps unsharded, though the step clears its own."""
+    peaks = run_ranks(script("measuring.accumulated"), tmp_path, 2, wrapped)
+    assert 0.8 < max(peaks) <= 1

@@ -490,10 +490,29 @@ def _by_hand(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 Clear = Callable[[torch.optim.Optimizer, nn.Module], None]
 
 
-def clearing(clear: Clear, first: bool = False, sparse: bool = False) -> Step:
+class OwnClearing(torch.optim.SGD):
+    """Clears gradients itself, as fused optimizers of other libraries do."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+class Dropping(torch.optim.SGD):
+    """Leaves no gradients after its step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        _by_hand(self, nn.ParameterList(self.param_groups[0]["params"]))
+
+
+def clearing(
+    clear: Clear, first: bool = False, *, sparse: bool = False, kind: Any = torch.optim.SGD
+) -> Step:
     """A step that clears gradients before its forward, or after the optimizer's step."""
     model = nn.Sequential(nn.Embedding(50, 256, sparse=sparse), nn.Linear(256, 256))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
 
     def step(batch: torch.Tensor) -> None:
         if first:
@@ -553,7 +572,36 @@ def test_a_cost_without_them_is_refused_where_they_accumulate(
     assert plan_step(sizes, kept, "4GiB").micro_batches
 
 
-@pytest.mark.parametrize(("clear", "sparse"), [(_by_hand, False), (_by_optimizer, True)])
-def test_gradients_that_do_not_stay_are_refused(clear: Clear, sparse: bool) -> None:
-    with pytest.raises(CostError, match=r"share their gradients.*optimizer\.zero_grad\(\)"):
-        measured_to(True, clearing(clear, sparse=sparse), "run")
+@pytest.mark.parametrize("first", [False, True])
+def test_an_optimizer_with_its_own_way_to_clear(first: bool) -> None:
+    cost, expected = (
+        measured_to(True, clearing(_by_optimizer, first, kind=kind))
+        for kind in (OwnClearing, torch.optim.SGD)
+    )
+    assert (cost.traced_bytes(9, [16, 64]) == expected.traced_bytes(9, [16, 64])).all()
+
+
+def test_gradients_may_be_replaced_after_the_backward() -> None:
+    """As by an average over ranks, or a projection, that makes new tensors."""
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / 2
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    for accumulate in (False, True):
+        options: Any = {"max_size": 64, "method": "trace", "accumulate": accumulate}
+        assert measure_cost(step, ones, **options).keeps_gradients
+
+
+@pytest.mark.parametrize(
+    ("clear", "options"),
+    [(_by_hand, {}), (_by_optimizer, {"sparse": True}), (_by_optimizer, {"kind": Dropping})],
+)
+def test_gradients_that_do_not_stay_are_refused(clear: Clear, options: Any) -> None:
+    with pytest.raises(CostError, match=r"add to the same gradients.*optimizer\.zero_grad\(\)"):
+        measured_to(True, clearing(clear, **options), "run")

@@ -17,6 +17,7 @@ from torchbudget.distributed import (
     gathered,
     gathered_of_all,
     is_distributed,
+    is_dtensor,
     mesh_ranks,
 )
 from torchbudget.errors import CostError
@@ -73,6 +74,14 @@ def joined_ranks(state: TrainingState) -> Ranks:
     if replicated is not None:
         return Ranks(replicated.process_group)
     return Ranks(alone=not any(len(mesh_ranks(p)) > 1 for p in state.parameters()))
+
+
+def unsharded_gradient_bytes(state: TrainingState) -> int:
+    """Bytes of the gradients that FSDP2 keeps unsharded until a step's last micro-batch."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = [part for part in state.parts() if fsdp and isinstance(part, fsdp.FSDPModule)]
+    parameters = {p for part in sharded for p in part.parameters() if p.requires_grad}
+    return sum(p.numel() * p.element_size() for p in parameters if is_dtensor(p))
 
 
 def reducing(state: TrainingState) -> Iterator[DistributedDataParallel]:

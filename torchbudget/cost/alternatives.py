@@ -21,7 +21,7 @@ from torchbudget.cost.measured import WaysCost
 from torchbudget.cost.subject import Subject
 from torchbudget.distributed import plain_parts
 from torchbudget.errors import CostError, OptionError
-from torchbudget.restoring import TrainingState
+from torchbudget.restoring import TrainingState, parameters_of
 
 # Samples in the batch that is compared: three, so that a loss in chunks of two gets unequal ones.
 _COMPARED: Final = 3
@@ -160,7 +160,7 @@ def _gradients(way: Callable[[Any], Any], batch: Any, state: TrainingState) -> l
             found.extend(part.to("cpu", copy=True) for part in parts)
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        keep(p.grad for group in optimizer.param_groups for p in group["params"])
+        keep(p.grad for p in parameters_of(optimizer))
 
     with register_optimizer_step_pre_hook(before):
         returned = way(batch)

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
-from torchbudget.cost.agree import joined_ranks
+from torchbudget.cost.agree import joined_ranks, unsharded_gradient_bytes
 from torchbudget.cost.alternatives import Alternatives, check_same_gradients, reader_of
 from torchbudget.cost.as_on_cuda import (
     ASSUMED,
@@ -168,7 +168,7 @@ def measure_cost(
         )
 
     def subject_of(step: Callable[[Any], object]) -> Subject:
-        state = TrainingState(step, keeps_gradients=accumulate)
+        state = TrainingState(step, accumulates=accumulate)
         return Subject(step, make_batch, domain, state, _target_of(device, state.device, method))
 
     if not isinstance(step, Alternatives):
@@ -201,6 +201,13 @@ def _cost_of(subject: Subject, method: Method, room: int | None, time_too: bool)
             "its state and the memory of its step are not in the cost; let the step call every "
             "optimizer that training calls"
         )
+    unsharded = unsharded_gradient_bytes(state) if state.accumulates else 0
+    if unsharded:
+        subject.notes.append(
+            f"{format_bytes(unsharded)} are added for gradients that FSDP2 keeps unsharded until a "
+            "step's last micro-batch"
+        )
+        cost = replace(cost, offset=cost.offset + unsharded)
     described = describe_step(step)
     if method == "trace" and target.type == "cuda":
         described |= {"device": "cuda, predicted", "allocator": "expandable segments, assumed"}
@@ -242,7 +249,20 @@ def why_not(
             for one, way in zip(cost.ways, step.ways, strict=True)
         )
         return next(filter(None, each), "")
-    state = TrainingState(step, keeps_gradients=cost.keeps_gradients)
+    try:
+        return _why_not(cost, step, make_batch, sizes, room)
+    except CostError as error:  # such as of a step that was changed
+        return str(error)
+
+
+def _why_not(
+    cost: MeasuredCost,
+    step: Callable[[Any], object],
+    make_batch: Callable[[int, Any], Any],
+    sizes: npt.ArrayLike,
+    room: int,
+) -> str:
+    state = TrainingState(step, accumulates=cost.keeps_gradients)
     domain = Domain.of(None, cost.multiple, sizes=sizes)
     subject = Subject(step, make_batch, domain, state, state.device)
     rows: Any = domain.known

@@ -159,17 +159,19 @@ class StepRunner:
         [self.idle_bytes] = self.largest(idle.bytes)
         # Of each probe: resident before its last step; on CUDA, outside the allocator after it.
         self._beside_bytes: list[int] = []
+        self._begins_anew = True  # the next step makes gradients, the first one optimizers' state
         self.not_finite = False
 
     def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
-        """Step on batches of one shape: twice the first time, since optimizers make their state.
+        """Step on batches of one shape, once more if there are no state and gradients yet.
 
         On the CPU once more if the process then has more memory than before, beside tensors.
 
         Raises:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
-        times = self._subject.draws if self._beside_bytes else 1 + self._subject.draws
+        times = self._subject.draws + self._begins_anew
+        self._begins_anew = False
         peak, beside_bytes, seconds = self.peak_of([(n, size)] * times)
         if self.memory is None:
             [loaded] = self.largest(self._read_beside_bytes() - beside_bytes)
@@ -270,14 +272,16 @@ class StepRunner:
         """Free what a step has left that ran out of memory."""
         for parameter in self._state.parameters():
             parameter.grad = None
+        self._begins_anew = True
         self.empty_cache()
 
     def _run(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         self.empty_cache()
-        with self._subject.checks.checked(), peak_memory(self._device) as peak:
+        with peak_memory(self._device) as peak:
             for n, size in shapes:
                 beside_bytes = self._read_beside_bytes()
-                seconds = self._step(n, size)
+                with self._subject.checks.checked():
+                    seconds = self._step(n, size)
         peak.bytes -= self._state.replaced_bytes()
         return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from torchbudget.distributed import SPARSE
 from torchbudget.errors import CostError, MeasureWarning, warn
-from torchbudget.restoring import TrainingState
+from torchbudget.restoring import TrainingState, parameters_of
 
 # Devices whose memory is measured; a step on the meta device can be traced.
 _MEASURED: Final = ("cpu", "cuda", "meta")
@@ -36,7 +36,7 @@ class StepChecks:
 
     Attributes:
         forward_only: whether the step that was checked last made no gradients.
-        keeps_gradients: whether steps left their gradients allocated for the next one, in place.
+        keeps_gradients: whether gradients stayed allocated from step to step, and are dense.
         trained: outermost modules with a parameter that got a gradient.
     """
 
@@ -111,8 +111,13 @@ class StepChecks:
         parameters = self._state.parameters()
         before = [parameter.grad is not None for parameter in parameters]
         # A reference to a gradient would keep it allocated.
-        were = [(p, weakref.ref(p.grad)) for p in parameters if p.grad is not None]
+        earlier = [(p, weakref.ref(p.grad)) for p in parameters if p.grad is not None]
         stepped: list[bool] = []
+
+        def read(optimizer: torch.optim.Optimizer) -> None:
+            with_gradients = [id(p) for p in parameters_of(optimizer) if p.grad is not None]
+            self._stepped.update(with_gradients)
+            stepped.append(bool(with_gradients))
 
         def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not any(optimizer is one for one in self._state.optimizers):
@@ -120,13 +125,21 @@ class StepChecks:
                     f"the step calls an optimizer of type {type(optimizer)} that it does not refer "
                     "to, so its state cannot be restored; let the step's function refer to it"
                 )
+            read(optimizer)  # some drop gradients at the end of their step
+            if not made:  # FSDP2 has no such hooks, and adds in place
+                self.keeps_gradients &= all(gradient() is not None for _, gradient in earlier)
             self.in_optimizer = True
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # a closure made gradients
             self.in_optimizer = False
-            with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
-            self._stepped.update(with_gradients)
-            stepped.append(bool(with_gradients))
+            read(optimizer)
+
+        def note_made(owner: nn.Module | None) -> None:
+            # Here, before the backward adds to them, DDP may have replaced them, and
+            # `run_or_split` put them aside. The step may replace them later.
+            dropped = any(p.grad is None and gradient() is None for p, gradient in earlier)
+            self.keeps_gradients &= not dropped
+            made.append(owner)
 
         # Also of a gradient that `torch.autograd.grad` does not accumulate.
         made: list[nn.Module | None] = []
@@ -136,7 +149,7 @@ class StepChecks:
             register_optimizer_step_pre_hook(check),
             register_optimizer_step_post_hook(note),
             *(
-                register_multi_grad_hook(own, lambda _, one=one: made.append(one), mode="any")
+                register_multi_grad_hook(own, lambda _, one=one: note_made(one), mode="any")
                 for one, own in owners
                 if own
             ),
@@ -152,16 +165,16 @@ class StepChecks:
         self.trained |= {one for one in made if one is not None}
         left = [parameter.grad is not None for parameter in self._state.parameters()]
         self.forward_only = not stepped and not made and left == before
-        self.keeps_gradients &= all(earlier() is p.grad for p, earlier in were) and not any(
+        self.keeps_gradients &= not any(
             p.grad is None or p.grad.layout in SPARSE
             for p in self._state.parameters()
             if id(p) in self._stepped
         )
-        if self._state.keeps_gradients and not self.keeps_gradients:
+        if self._state.accumulates and not self.keeps_gradients:
             raise CostError(
-                "micro-batches of one optimizer step share their gradients, but this step replaces "
-                "them, sets them to None, or has sparse ones: let it clear dense gradients by "
-                "optimizer.zero_grad(), or plan without samples_per_step"
+                "micro-batches of one optimizer step add to the same gradients, but this step sets "
+                "them to None, or has sparse gradients or gradients that keep their graph: let it "
+                "clear dense ones by optimizer.zero_grad(), or plan without samples_per_step"
             )
         if any(stepped):
             return
@@ -195,7 +208,7 @@ class StepChecks:
         it is counted with all other tensors.
         """
         optimizers = self._state.optimizers
-        trained = [{id(p) for p in _parameters(one) if p.requires_grad} for one in optimizers]
+        trained = [{id(p) for p in parameters_of(one) if p.requires_grad} for one in optimizers]
         return [
             one
             for one, its in zip(optimizers, trained, strict=True)
@@ -214,7 +227,3 @@ class StepChecks:
         if any(p.requires_grad for p in parameters) and all(p.grad is None for p in parameters):
             return [note, _NO_GRADIENTS]
         return [note]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -25,7 +25,7 @@ from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.size_check import SizeCheck
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, SampleError, StateError
-from torchbudget.plan.check_cost import check_cost
+from torchbudget.plan.check_cost import check_cost, check_keeps_gradients
 from torchbudget.plan.cursor import PLACE, Cursor
 from torchbudget.plan.dealing import Dealing
 from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint, order_identity
@@ -119,7 +119,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
 
     Raises:
         SizesError: the sizes have a wrong shape, type or sign.
-        CostError: the cost is not vectorised, or its capacity contradicts its bytes.
+        CostError: the cost is not vectorised, or its capacity contradicts its bytes; or it was
+            measured without the gradients of earlier micro-batches, which `samples_per_step` needs.
         BudgetError: the budget does not limit the device.
         OversizeError: a sample alone exceeds the budget, with `oversize="raise"`.
         OptionError: an option is invalid, or two options cannot be combined.
@@ -195,8 +196,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], IndexSource, StepSource):
             time=time,
             max_shapes=max_shapes,
         )
-        accumulates = samples_per_step is not None
-        check_cost(rules, table.values, table.largest, accumulates=accumulates)
+        if samples_per_step is not None:
+            check_keeps_gradients(cost)
+        check_cost(rules, table.values, table.largest)
         order = Order.of(
             table,
             rules,

@@ -427,7 +427,7 @@ def _measured(
         "budget": f"{room} bytes",
         "sizes": hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest(),
         **({"time": "timed"} if time else {}),
-        **({"gradients": "accumulated"} if accumulate else {}),
+        "gradients": "accumulated" if accumulate else "of one step",
     }
     found = ranks.each(partial(_read, path, described))
     saved, reason = found[ranks.rank]

@@ -18,13 +18,16 @@ _NUMBERS: Final = np.array([1, 2, 8, 64])  # of samples for which a time is aske
 _MOST: Final = 2**31  # samples: bytes must not wrap if a sample costs nothing
 
 
-def check_cost(
-    rules: BatchRules,
-    sizes: npt.NDArray[Any],
-    largest: npt.NDArray[Any],
-    *,
-    accumulates: bool,
-) -> None:
+def check_keeps_gradients(cost: CostModel) -> None:
+    """Raise a `CostError` if a measured cost lacks the gradients of earlier micro-batches."""
+    if not getattr(cost, "keeps_gradients", True):
+        raise CostError(
+            "the cost was measured on a step that drops its gradients, but micro-batches of one "
+            "optimizer step keep those of earlier ones: pass accumulate=True to measure_cost"
+        )
+
+
+def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[Any]) -> None:
     """Call the cost models of the rules with some of the planned sizes.
 
     Args:
@@ -32,22 +35,16 @@ def check_cost(
         sizes: at least one, shape `(n,)` or `(n, d)`; those of up to 4,096 samples, evenly spread,
             are used.
         largest: largest size on every axis, shape `()` or `(d,)`, which is used too.
-        accumulates: whether several micro-batches make an optimizer step.
 
     Raises:
         CostError: a model takes no arrays; does not return whole bytes, one for each size; or its
-            capacity does not fit the budget by its own `batch_bytes`; a time is negative, or falls
-            where a batch grows; or micro-batches accumulate gradients that are not in the cost.
+            capacity does not fit the budget by its own `batch_bytes`; or a time is negative, or
+            falls where a batch grows.
         SizesError: a model takes sizes of another number of axes.
 
     Warns:
         MeasureWarning: a cost was predicted for another budget.
     """
-    if accumulates and not getattr(rules.cost, "keeps_gradients", True):
-        raise CostError(
-            "the cost was measured on a step that drops its gradients, but micro-batches of one "
-            "optimizer step keep those of earlier ones: pass accumulate=True to measure_cost"
-        )
     some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest[None]])
     padded = np.unique(rules.padded(some), axis=0)
     # The budget, the limits that depend on sizes, and the work.

@@ -17,7 +17,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, called_as
 from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.check_cost import check_cost
+from torchbudget.plan.check_cost import check_cost, check_keeps_gradients
 from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Dealing, split_to
 from torchbudget.plan.groups import Labels
@@ -127,7 +127,8 @@ def plan_step(
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.
-        CostError: a cost that is not vectorised, or whose capacity does not fit the budget.
+        CostError: a cost that is not vectorised, or whose capacity does not fit the budget; or a
+            measured one without the gradients of earlier micro-batches.
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an invalid option or combination of options.
@@ -154,7 +155,8 @@ def plan_step(
         time=time,
         max_shapes=max_shapes,
     )
-    check_cost(rules, table.values, table.largest, accumulates=True)
+    check_keeps_gradients(cost)
+    check_cost(rules, table.values, table.largest)
     ranks = Dealing(
         number=at_least_one("num_replicas", num_replicas),
         even_sums=True,

@@ -157,7 +157,6 @@ class GradAccumulator(AccumulatesGradients):
         self._is_first_step = True  # micro-batches are checked in this object's first step only
         self._open: Pending | None = None  # the micro-batch
         self._run: SplitRun | None = None  # of `run_or_split`
-        self._keeps_gradients = False  # allocated after a step, as between its micro-batches
         self._detector = MisuseDetector(self.optimizers, self.modules, self._distributed.modules)
 
     @property
@@ -167,12 +166,8 @@ class GradAccumulator(AccumulatesGradients):
 
     @contextmanager
     def measured(self, *, steps: bool) -> Iterator[None]:
-        """Make each micro-batch inside a step of its own, or let none end a step; forget all.
-
-        Where steps have several, gradients stay allocated, as a later one of a step finds them.
-        """
+        """Make each micro-batch inside a step of its own, or let none end a step; forget all."""
         before = vars(self).copy()
-        self._keeps_gradients = self.has_several()
         self._pending = Pending()
         self._boundary = step_boundary_of(1 if steps else None, None, None, ranks=1)
         try:
@@ -481,7 +476,7 @@ class GradAccumulator(AccumulatesGradients):
         norm, skipped = self.optimizers.step(factor, self._distributed.divisors(), largest_gradient)
         # An autocast that is open around steps still has casts of the weights before this step.
         torch.clear_autocast_cache()
-        self.optimizers.clear(set_to_none=not self._keeps_gradients)
+        self.optimizers.clear()
         for scheduler in () if skipped else self.optimizers.schedulers:
             scheduler.step()
         self._steps += 1

@@ -179,10 +179,10 @@ class Optimizers:
             if callable(set_mode):
                 set_mode()
 
-    def clear(self, *, set_to_none: bool = True) -> None:
-        """Set all gradients to `None`, or to 0, so that they take memory still."""
+    def clear(self) -> None:
+        """Set all gradients to `None`; while they are measured, to 0."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """The states of optimizers, schedulers and scaler."""

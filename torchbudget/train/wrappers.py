@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbudget.distributed import is_distributed, is_dtensor, mesh_ranks
+from torchbudget.distributed import fsdp_groups, is_distributed, is_dtensor, mesh_ranks
 from torchbudget.errors import OptionError
 from torchbudget.restoring import is_compiled
 
@@ -95,12 +95,7 @@ class DistributedModules:
 
     def _param_groups(self) -> Iterator[Any]:
         """The groups of parameters that FSDP2 shards and reduces together."""
-        for module in self._shards:
-            state = module._get_fsdp_state()
-            # A single one, or none, in older versions of torch.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            groups = [state._fsdp_param_group] if groups is None else groups
-            yield from (group for group in groups if group is not None)
+        return (group for module in self._shards for group in fsdp_groups(module))
 
     def divisors(self) -> dict[int, float]:
         """Divisors of FSDP2's sum over ranks, by the id of each parameter that it reduces.

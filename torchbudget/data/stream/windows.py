@@ -544,7 +544,7 @@ class StreamWindows:
         if options.rules is not None and len(dealt):
             rules, largest = options.rules, sizes[dealt].max(axis=0)
             if not self._has_checked_cost:
-                check_cost(rules, sizes, largest, accumulates=False)
+                check_cost(rules, sizes, largest)
                 self._has_checked_cost = True
             # A transform may make several samples of one item, or none, so samples have no index.
             called = lambda at: f"sample {dealt[at]} of the items from {first} on"  # noqa: E731
