@@ -133,7 +133,8 @@ def ours(work: Work, _: None) -> Any:
 WAYS = (
     Way(name="torchbudget.loader", make=ours, resumed="tried"),
     Way(name="fixed batches", make=fixed, documented=8),
-    Way(name="TRL pack_dataset", make=trl, before=packed_before, documented=8, needs="trl"),
+    Way(name="TRL pack_dataset", make=trl, before=packed_before, documented=8, needs="trl",
+        why="its batches are smaller, and one core gains nothing from larger ones"),
     Way(name="bionemo size-aware", make=bionemo, documented=8192, in_tokens=True,
         blank="its probe needs CUDA", needs="bionemo.size_aware_batching.sampler"),
 )  # fmt: skip

@@ -9,27 +9,28 @@ How do padding, peak memory, time and the loss on held-out texts differ?
 Command: python examples/benchmarks/train_text_compared.py [--budget BYTES] [--plot PNG]
 [--device cuda] [--json PATH]
 
-Hardware: one core of an AMD EPYC, Python 3.11, torch 2.13.0 CPU. Seconds are those of the
+Hardware: one core of an Intel Xeon, Python 3.11, torch 2.13.0 CPU. Seconds are those of the
 processor, which other work does not change much; with `--device cuda` those on the clock.
 
                           torchbudget  fixed batches  grouped by length  token limit
     optimizer steps                 2              2                  2            2
-    micro-batches                 123             30                 30            8
-    samples in each           1 to 33        2 to 22            2 to 22    22 to 154
-    padding                      2.5%          80.3%               9.0%        32.7%
-    fill of the budget          59.1%          89.4%              64.4%        92.5%
-    peak memory               453 MiB        581 MiB            574 MiB      581 MiB
-    peak / budget               0.708          0.908              0.897        0.907
-    held-out loss               4.203          4.207              4.222        4.203
-    seconds of measuring          8.6              –                  –            –
-    seconds of training           3.9           22.6                4.1          5.6
-    tokens/s                   26,992          4,612             25,620       18,555
-    time / torchbudget's         1.00           5.85               1.05         1.45
-    higher peak / budget ≤ 1: 0.90762, holds
-    padding / that of fixed batches ≤ 1: 0.030964, holds
+    micro-batches                  73             30                 30            8
+    samples in each           1 to 47        2 to 22            2 to 22    22 to 153
+    padding                      4.9%          80.3%               9.0%        32.9%
+    fill of the budget          60.3%          89.6%              64.5%        92.8%
+    peak memory               451 MiB        582 MiB            575 MiB      582 MiB
+    peak / budget               0.704          0.910              0.898        0.909
+    held-out loss               4.204          4.207              4.222        4.204
+    seconds of measuring         10.2              –                  –            –
+    seconds of training           3.4           19.8                4.1          4.8
+    tokens/s                   30,697          5,277             25,405       21,828
+    time / torchbudget's         1.00           5.82               1.21         1.41
+    higher peak / budget ≤ 1: 0.90983, holds
+    padding / that of fixed batches ≤ 1: 0.060923, holds
 
 torchbudget cuts each step into the micro-batches that take the least time by its measured cost;
-from run to run, the times differ by some percent, and so the numbers of micro-batches: 122 to 203.
+from run to run the times differ, and so the numbers of micro-batches. In five runs, some of them
+beside other work, the last row was 4.5 to 6.1, 0.9 to 1.2 and 1.3 to 2.0.
 "grouped by length" sorts 50 batches of random samples at a time, as the `LengthGroupedSampler` of
 transformers does: here all samples, so that it pads least, and the first step has the long ones.
 "token limit" is this library's planner with tokens in place of bytes, and without a time: its
