@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -235,6 +236,8 @@ def test_a_cache_keeps_a_cost_for_each_description(
     monkeypatch.setattr(loaders, "why_not", lambda *_: "it needed more")
     assert f"{path} is not used: it needed more" in printed("2GiB")
     assert len(json.loads(path.read_text())) == 2  # measured again in place of the former
+    monkeypatch.setattr(loaders, "why_not", Mock(side_effect=CostError("it was changed")))
+    assert f"{path} is not used: it was changed" in printed("2GiB")
     path.write_text("[]")
     assert f"{path} is not used: {path} is not a saved cost" in printed("2GiB")
 

@@ -242,6 +242,9 @@ def why_not(
         make_batch: makes its batches.
         sizes: sizes of the data set, shape `(N,)` or `(N, d)`.
         room: the budget, in bytes.
+
+    Raises:
+        CostError: the step cannot be measured any more.
     """
     if isinstance(step, Alternatives) and isinstance(cost, WaysCost):
         each = (
@@ -249,19 +252,6 @@ def why_not(
             for one, way in zip(cost.ways, step.ways, strict=True)
         )
         return next(filter(None, each), "")
-    try:
-        return _why_not(cost, step, make_batch, sizes, room)
-    except CostError as error:  # such as of a step that was changed
-        return str(error)
-
-
-def _why_not(
-    cost: MeasuredCost,
-    step: Callable[[Any], object],
-    make_batch: Callable[[int, Any], Any],
-    sizes: npt.ArrayLike,
-    room: int,
-) -> str:
     state = TrainingState(step, accumulates=cost.keeps_gradients)
     domain = Domain.of(None, cost.multiple, sizes=sizes)
     subject = Subject(step, make_batch, domain, state, state.device)

@@ -433,7 +433,7 @@ def _measured(
     saved, reason = found[ranks.rank]
     if all(costs and not why for costs, why in found):
         cost = saved[0]
-        reasons = ranks.each(partial(why_not, cost, step, make_batch, batches.sizes, room))
+        reasons = ranks.each(partial(_why_not, cost, step, make_batch, batches.sizes, room))
         reason = next(filter(None, reasons), "")
         if not reason:
             return cost
@@ -450,6 +450,14 @@ def _measured(
     if path is not None and not ranks.rank:
         cost.save(path, beside=[one for one in saved if differing(one, described)])
     return cost
+
+
+def _why_not(*arguments: Any) -> str:
+    """Return why a saved cost does not hold: also since the step was changed."""
+    try:
+        return why_not(*arguments)
+    except CostError as error:
+        return str(error)
 
 
 def _read(path: Path | None, described: Mapping[str, str]) -> tuple[list[MeasuredCost], str]:
